@@ -1,0 +1,368 @@
+"""The messages between web and worker: dataclasses, and their msgpack form.
+
+A message is a msgpack map of names, never positions, with its version `v` and its type `t`. Decoding checks every
+field's type and bound and raises WireError for anything else, so that what leaves this module can be trusted. Names
+that are not known are ignored; another version is refused. Never pickle.
+
+`pos` makes every event idempotent: it is the index, among the request's generated tokens, at which the event's ids
+start. `seq` counts the batches of one topic within one incarnation of the worker from 1, so a gap can be seen.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
+
+import msgpack
+
+from common.errors import ErrorCode, WireError
+from common.params import SamplingParams
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_TOKENS = 16 * 1024 * 1024
+MAX_TOKEN_ID = 2**31 - 1
+
+Check = Callable[[Any], Any]
+
+
+def _text(limit: int) -> Check:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or len(value) > limit:
+            raise ValueError(f"expected a string of at most {limit} characters")
+        return value
+
+    return check
+
+
+def _integer(low: int, high: int) -> Check:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"expected an integer between {low} and {high}")
+        return value
+
+    return check
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    return float(value)
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
+
+
+def _optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _list_of(check: Check, limit: int) -> Check:
+    def check_list(value: Any) -> list[Any]:
+        if not isinstance(value, list) or len(value) > limit:
+            raise ValueError(f"expected a list of at most {limit} items")
+        return [check(item) for item in value]
+
+    return check_list
+
+
+def _token_ids(limit: int) -> Check:
+    """Like `_list_of(_integer(...))`, but fast enough for prompts of a million tokens."""
+
+    def check(value: Any) -> list[int]:
+        if not isinstance(value, list) or len(value) > limit:
+            raise ValueError(f"expected a list of at most {limit} token ids")
+        if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID):
+            raise ValueError("expected token ids")
+        return value
+
+    return check
+
+
+def _map_of(check: Check, limit: int) -> Check:
+    def check_map(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > limit or not all(isinstance(key, str) for key in value):
+            raise ValueError(f"expected a map of at most {limit} named items")
+        return {key: check(item) for key, item in value.items()}
+
+    return check_map
+
+
+def _scalar(value: Any) -> Any:
+    if value is not None and not isinstance(value, (str, int, float, bool)):
+        raise ValueError("expected a scalar")
+    return value
+
+
+def _one_of(*allowed: str) -> Check:
+    def check(value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"expected one of {', '.join(allowed)}")
+        return str(value)
+
+    return check
+
+
+def _params(value: Any) -> SamplingParams:
+    if not isinstance(value, dict):
+        raise ValueError("expected a map")
+    known = {f.name for f in fields(SamplingParams)}
+    params = SamplingParams(**{key: item for key, item in value.items() if key in known})
+    problem = params.problem()
+    if problem:
+        raise ValueError(f"{problem[0]} {problem[1]}")
+    return params
+
+
+_REQUEST_ID = _text(128)
+_TOPIC = _text(32)
+_COUNT = _integer(0, 2**53)
+
+
+def _wire(check: Check, **kwargs: Any) -> Any:
+    return field(metadata={"check": check}, **kwargs)
+
+
+# --- events: what happened to one request -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; `cached_tokens` of the prompt were found in the prefix cache."""
+
+    prompt_tokens: int = _wire(_COUNT)
+    completion_tokens: int = _wire(_COUNT)
+    cached_tokens: int = _wire(_COUNT, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where one request's time went, in seconds, by the worker's monotonic clock."""
+
+    queue_s: float = _wire(_number, default=0.0)
+    prefill_s: float = _wire(_number, default=0.0)
+    decode_s: float = _wire(_number, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The worker has taken the request: from here on exactly one `Finished` or `Failed` follows."""
+
+    TYPE: ClassVar[str] = "accepted"
+    id: str = _wire(_REQUEST_ID)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Generated token ids; `pos` is the index of the first among all the tokens generated for this request."""
+
+    TYPE: ClassVar[str] = "tokens"
+    id: str = _wire(_REQUEST_ID)
+    pos: int = _wire(_COUNT)
+    ids: list[int] = _wire(_token_ids(MAX_TOKENS))
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Terminal: the request ended as asked. `reason` is `stop`, `length` or `cancelled`."""
+
+    TYPE: ClassVar[str] = "finished"
+    id: str = _wire(_REQUEST_ID)
+    reason: str = _wire(_one_of("stop", "length", "cancelled"))
+    usage: Usage = _wire(lambda value: _unpack(Usage, value))
+    timings: Timings = _wire(lambda value: _unpack(Timings, value), default_factory=Timings)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Terminal: the request was refused or broke. `code` is an ErrorCode."""
+
+    TYPE: ClassVar[str] = "failed"
+    id: str = _wire(_REQUEST_ID)
+    code: ErrorCode = _wire(ErrorCode)
+    message: str = _wire(_text(4096))
+    retryable: bool = _wire(_boolean, default=False)
+
+
+Event = Accepted | Tokens | Finished | Failed
+_EVENTS: dict[str, type[Any]] = {cls.TYPE: cls for cls in (Accepted, Tokens, Finished, Failed)}
+
+
+def _event(value: Any) -> Event:
+    if not isinstance(value, dict) or value.get("t") not in _EVENTS:
+        raise ValueError("unknown event")
+    event: Event = _unpack(_EVENTS[value["t"]], value)
+    return event
+
+
+# --- messages -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """web → worker: run this prompt. Repeating one is harmless: a known id is answered with what it already has.
+
+    deadline: Unix time in seconds, or None. grammar and generated_ids are empty for a fresh request without a
+    grammar; generated_ids are the tokens a resumed request already has.
+    """
+
+    TYPE: ClassVar[str] = "submit"
+    id: str = _wire(_REQUEST_ID)
+    topic: str = _wire(_TOPIC)
+    prompt_ids: list[int] = _wire(_token_ids(MAX_TOKENS))
+    params: SamplingParams = _wire(_params)
+    max_tokens: int = _wire(_integer(1, MAX_TOKENS))
+    stop_token_ids: list[int] = _wire(_token_ids(1024), default_factory=list)
+    ignore_eos: bool = _wire(_boolean, default=False)
+    priority: int = _wire(_integer(-(2**31), 2**31 - 1), default=0)
+    tenant: str = _wire(_text(256), default="")
+    deadline: float | None = _wire(_optional(_number), default=None)
+    grammar: str | None = _wire(_optional(_text(1024 * 1024)), default=None)
+    generated_ids: list[int] = _wire(_token_ids(MAX_TOKENS), default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """web → worker: end this request. Idempotent; the id is matched exactly; an unknown id is no error."""
+
+    TYPE: ClassVar[str] = "cancel"
+    id: str = _wire(_REQUEST_ID)
+    reason: str = _wire(_text(256), default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Have:
+    """How many generated tokens of one request a web process has."""
+
+    id: str = _wire(_REQUEST_ID)
+    have: int = _wire(_COUNT)
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """web → worker: something was missed on this topic; send again what follows for these requests."""
+
+    TYPE: ClassVar[str] = "resync"
+    topic: str = _wire(_TOPIC)
+    incarnation: str = _wire(_text(64))
+    requests: list[Have] = _wire(_list_of(lambda value: _unpack(Have, value), 1_000_000))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """worker → one topic, at most one a step."""
+
+    TYPE: ClassVar[str] = "batch"
+    incarnation: str = _wire(_text(64))
+    seq: int = _wire(_integer(1, 2**53))
+    events: list[Event] = _wire(_list_of(_event, 1_000_000))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model and its limits. `path` is the local folder with tokenizer.json, config and chat template."""
+
+    id: str = _wire(_text(1024))
+    path: str = _wire(_text(4096))
+    max_model_len: int = _wire(_COUNT)
+    vocab_size: int = _wire(_COUNT)
+    eos_token_ids: list[int] = _wire(_token_ids(1024), default_factory=list)
+    details: dict[str, Any] = _wire(_map_of(_scalar, 64), default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """worker → every subscribed topic, every 250 ms, from the io thread.
+
+    state: `loading`, `ready` or `draining`. seq: the last batch sequence number of the topic it is sent to, so that
+    a lost last batch is seen too. step: steps run so far; step_age_s: how long the step in flight has been running,
+    0 when idle. counters: monotonic totals.
+    """
+
+    TYPE: ClassVar[str] = "heartbeat"
+    incarnation: str = _wire(_text(64))
+    state: str = _wire(_one_of("loading", "ready", "draining"))
+    seq: int = _wire(_COUNT)
+    model: ModelInfo | None = _wire(_optional(lambda value: _unpack(ModelInfo, value)))
+    step: int = _wire(_COUNT)
+    step_age_s: float = _wire(_number)
+    running: int = _wire(_COUNT)
+    waiting: int = _wire(_COUNT)
+    kv_blocks_used: int = _wire(_COUNT)
+    kv_blocks_total: int = _wire(_COUNT)
+    counters: dict[str, int] = _wire(_map_of(_COUNT, 256), default_factory=dict)
+
+
+ToWorker = Submit | Cancel | Resync
+ToWeb = Batch | Heartbeat
+Message = ToWorker | ToWeb
+_TO_WORKER: dict[str, type[Any]] = {cls.TYPE: cls for cls in (Submit, Cancel, Resync)}
+_TO_WEB: dict[str, type[Any]] = {cls.TYPE: cls for cls in (Batch, Heartbeat)}
+
+T = TypeVar("T")
+
+
+def encode(message: Message) -> bytes:
+    """Return the msgpack form of a message."""
+    return msgpack.packb({"v": VERSION, **_pack(message)}, use_bin_type=True)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """Decode what a worker may receive. Raises WireError."""
+    message: ToWorker = _decode(data, _TO_WORKER)
+    return message
+
+
+def decode_to_web(data: bytes) -> ToWeb:
+    """Decode what a web process may receive. Raises WireError."""
+    message: ToWeb = _decode(data, _TO_WEB)
+    return message
+
+
+def _decode(data: bytes, types: dict[str, type[Any]]) -> Any:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        raw = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except Exception as error:  # msgpack raises many kinds, ValueError and its own among them
+        raise WireError(f"not msgpack: {error}") from None
+    if not isinstance(raw, dict):
+        raise WireError("not a map")
+    if raw.get("v") != VERSION:
+        raise WireError(f"version {raw.get('v')!r} is not {VERSION}")
+    kind = raw.get("t")
+    if not isinstance(kind, str) or kind not in types:
+        raise WireError("unknown message type")
+    try:
+        return _unpack(types[kind], raw)
+    except (ValueError, TypeError) as error:
+        raise WireError(f"{kind}: {error}") from None
+
+
+def _pack(value: Any) -> Any:
+    """Turn a message into what msgpack takes: maps of its fields, with `t` for those that have a type."""
+    if isinstance(value, list):
+        # Lists of token ids are the bulk of the traffic and need no walk.
+        return value if not value or isinstance(value[0], int) else [_pack(item) for item in value]
+    if not hasattr(value, "__dataclass_fields__"):
+        return str(value) if isinstance(value, ErrorCode) else value
+    packed = {f.name: _pack(getattr(value, f.name)) for f in fields(value)}
+    kind = getattr(value, "TYPE", None)
+    return {"t": kind, **packed} if kind else packed
+
+
+def _unpack(cls: type[T], raw: Any) -> T:
+    """Build `cls` from a map, checking each field. Raises ValueError or TypeError that names the field."""
+    if not isinstance(raw, dict):
+        raise ValueError("expected a map")
+    values = {}
+    for f in fields(cls):  # type: ignore[arg-type]
+        if f.name in raw:
+            try:
+                values[f.name] = f.metadata["check"](raw[f.name])
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{f.name}: {error}") from None
+    return cls(**values)

@@ -1,0 +1,1 @@
+"""The HTTP side: a Flask application under Gunicorn. Text lives here; torch and worker are never imported."""

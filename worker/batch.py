@@ -1,0 +1,89 @@
+"""What one step computes, as plain integers: the form in which the scheduler's plan reaches a runner.
+
+No torch here; the runner turns these lists into tensors. Runs on the engine thread.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.params import SamplingParams
+from worker.request import RequestState
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of consecutive tokens of one request in this step.
+
+    Its tokens are rows `row .. row + length - 1` of the packed batch and stand at positions `start .. start +
+    length - 1` of the request. `block_table` covers at least positions 0 .. start + length - 1.
+    """
+
+    row: int
+    start: int
+    length: int
+    block_table: list[int]
+
+
+@dataclass(slots=True)
+class SampleRow:
+    """One token to draw from the logits of packed row `row`.
+
+    `index` is the index of the token to be drawn among the request's generated tokens: with the seed it fixes the
+    random number. `tokens` is the request's whole token list (not a copy; the first `num_prompt` are the prompt).
+    """
+
+    row: int
+    index: int
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt: int
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """All the tokens of one step, packed one after another without padding.
+
+    input_ids, positions, slots: one int per token; a slot is block id × block_size + offset in the block, where that
+    token's key and value are written.
+    """
+
+    input_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    samples: list[SampleRow] = field(default_factory=list)
+
+
+class Runner(Protocol):
+    """Computes a step. The real one holds the model and the tensors of the KV cache; tests use small fakes."""
+
+    def run(self, batch: StepBatch) -> list[int]:
+        """Write keys and values, and return one token id for each of `batch.samples`, in order."""
+        ...
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """One request's share of a step: its tokens num_computed .. num_computed + num_new - 1."""
+
+    request: RequestState
+    num_new: int
+
+
+def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
+    """Pack the scheduled tokens. A request samples in this step when the step reaches its last token."""
+    batch = StepBatch()
+    for item in scheduled:
+        request, start, length = item.request, item.request.num_computed, item.num_new
+        row = len(batch.input_ids)
+        end = start + length
+        table = request.block_table
+        batch.input_ids.extend(request.tokens[start:end])
+        batch.positions.extend(range(start, end))
+        batch.slots.extend(table[at // block_size] * block_size + at % block_size for at in range(start, end))
+        batch.segments.append(Segment(row, start, length, table))
+        if end == request.num_tokens:
+            batch.samples.append(
+                SampleRow(row + length - 1, request.num_generated, request.params, request.tokens, request.num_prompt)
+            )
+    return batch
