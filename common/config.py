@@ -225,7 +225,16 @@ def _plain_type(hint: Any) -> type:
 def _parse(name: str, text: str) -> Any:
     kind = known_settings()[name]
     if kind is bool:
-        choices = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        choices = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
         if text.lower() not in choices:
             raise ConfigError(name, f"must be true or false, not {text!r}")
         return choices[text.lower()]
@@ -251,5 +260,3 @@ def _check(f: Any, value: Any) -> None:
     problem = f.metadata["check"](value) if f.metadata["check"] else None
     if problem:
         raise ConfigError(f.name, f"{problem}, not {value!r}")
-
-
