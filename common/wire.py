@@ -307,7 +307,8 @@ T = TypeVar("T")
 
 def encode(message: Message) -> bytes:
     """Return the msgpack form of a message."""
-    return msgpack.packb({"v": VERSION, **_pack(message)}, use_bin_type=True)
+    packed: bytes = msgpack.packb({"v": VERSION, **_pack(message)}, use_bin_type=True)
+    return packed
 
 
 def decode_to_worker(data: bytes) -> ToWorker:
@@ -327,7 +328,7 @@ def _decode(data: bytes, types: dict[str, type[Any]]) -> Any:
         raise WireError(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     try:
         raw = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except Exception as error:  # msgpack raises many kinds, ValueError and its own among them
+    except Exception as error:  # noqa: BLE001  msgpack raises many kinds, ValueError and its own among them
         raise WireError(f"not msgpack: {error}") from None
     if not isinstance(raw, dict):
         raise WireError("not a map")

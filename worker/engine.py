@@ -58,11 +58,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine is doing now."""
         scheduler, cache = self._scheduler, self._scheduler.cache
-        counters = asdict(scheduler.counters) | {
-            "failed_steps": self._failed_steps,
-            "prefix_queried_tokens": cache.queried_tokens,
-            "prefix_hit_tokens": cache.hit_tokens,
-        }
+        counters = asdict(scheduler.counters) | {"failed_steps": self._failed_steps}
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -85,22 +81,25 @@ class Engine:
             log.debug("cancel %s: %s", request_id, reason)
         self._scheduler.cancel(request_id)
 
-    def cancel_all(self) -> None:
-        """End every live request."""
+    def end_all(self, error: RequestError | None) -> None:
+        """End every live request: with this error, or as cancelled when there is none."""
         for request in self._scheduler.live_requests():
-            self._scheduler.cancel(request.id)
+            if error is None:
+                self._scheduler.cancel(request.id)
+            else:
+                self._scheduler.fail(request, error)
 
     def step(self) -> None:
         """Compute one step. A step that raises fails its own requests and nothing else.
 
-        Raises EngineBroken, after failing every live request, when too many steps in a row have failed.
+        Raises EngineBroken when too many steps in a row have failed.
         """
         plan = self._scheduler.schedule()
         if not plan:
             return
         try:
             token_ids = self._runner.run(build_batch(plan, self._scheduler.cache.block_size))
-        except Exception:  # noqa: BLE001  whatever it was, the requests of this step end with an answer
+        except Exception:  # whatever it was, the requests of this step end with an answer
             log.exception("step %d failed with %d requests in it", self._steps, len(plan))
             self._fail([item.request for item in plan])
         else:
@@ -119,7 +118,7 @@ class Engine:
         self._failed_in_a_row += 1
         broken = self._failed_in_a_row >= MAX_FAILED_STEPS
         error = RequestError(ErrorCode.INTERNAL_ERROR, "the step that computed this request failed")
-        for request in self._scheduler.live_requests() if broken else requests:
+        for request in requests:
             self._scheduler.fail(request, error)
         self._scheduler.check()
         if broken:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from common.errors import ErrorCode, RequestError
 from common.wire import Event, Submit
 from worker.engine import Engine, EngineStats
 
@@ -26,6 +27,7 @@ class EngineThread:
         self._commands: list[Command] = []
         self._wake = threading.Condition()
         self._stopping = False
+        self._last_words: RequestError | None = None
         self._step_started_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats: EngineStats = engine.stats
@@ -56,13 +58,14 @@ class EngineThread:
         """Ask the engine to end a request; takes effect before its next step."""
         self._post(lambda: self._engine.cancel(request_id, reason))
 
-    def stop(self, timeout_s: float = 2.0) -> bool:
-        """End the thread; live requests get their terminal event. Returns whether it ended in time.
+    def stop(self, timeout_s: float = 2.0, error: RequestError | None = None) -> bool:
+        """End the thread; live requests end with `error`, or as cancelled. Returns whether it ended in time.
 
         A step in flight is not interrupted: when it outlasts the timeout the thread is left to end after it.
         """
         with self._wake:
             self._stopping = True
+            self._last_words = error
             self._wake.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -79,12 +82,12 @@ class EngineThread:
         try:
             while self._obey():
                 self._step()
-        except BaseException as error:  # noqa: BLE001  whoever owns the thread decides what its end means
+        except BaseException as error:  # whoever owns the thread decides what its end means
             log.exception("the engine thread ends")
+            self._last_words = RequestError(ErrorCode.INTERNAL_ERROR, "the engine broke down")
             self.failure = error
-        finally:
-            self._engine.cancel_all()
-            self._deliver()
+        self._engine.end_all(self._last_words)
+        self._deliver()
 
     def _obey(self) -> bool:
         """Wait until there is something to do and carry out the commands. Returns False when it is time to end."""

@@ -24,8 +24,6 @@ class KVCacheManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.queried_tokens = 0
-        self.hit_tokens = 0
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -52,9 +50,9 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def admit(self, request: RequestState, reserve_blocks: int) -> bool:
-        """Give a request that holds nothing the blocks for all its tokens, cached ones where its prefix was seen before.
+        """Give a request that holds nothing the blocks for all its tokens, cached ones where its prefix is known.
 
-        Sets `num_computed` and `num_cached` to the tokens found. Returns False and changes nothing when fewer than
+        Sets `num_computed` to the tokens found. Returns False and changes nothing when fewer than
         `reserve_blocks` would be left free.
         """
         found = self._find_prefix(request)
@@ -65,9 +63,7 @@ class KVCacheManager:
         for block in found:
             self._hold(block)
         request.block_table = found
-        request.num_computed = request.num_cached = len(found) * self.block_size
-        self.queried_tokens += request.num_tokens
-        self.hit_tokens += request.num_computed
+        request.num_computed = len(found) * self.block_size
         self._take(request, missing)
         return True
 
@@ -79,14 +75,15 @@ class KVCacheManager:
         self._take(request, missing)
         return True
 
-    def commit(self, request: RequestState) -> None:
-        """Make the full blocks among the first `num_computed` tokens findable for later requests."""
+    def commit(self, request: RequestState, num_new: int) -> None:
+        """Count `num_new` more tokens as computed, and make the blocks they fill findable for later requests."""
+        first = request.num_computed // self.block_size
+        request.num_computed += num_new
         if not self.prefix_caching:
             return
         full = request.num_computed // self.block_size
-        known = len(request.block_hashes)
         self._extend_hashes(request, full)
-        for index in range(min(known, full), full):
+        for index in range(first, full):
             self._name(request.block_table[index], request.block_hashes[index])
 
     def free(self, request: RequestState) -> None:

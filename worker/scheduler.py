@@ -51,6 +51,8 @@ class Counters:
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -142,8 +144,7 @@ class Scheduler:
         ids = iter(token_ids)
         for item in plan:
             request = item.request
-            request.num_computed += item.num_new
-            self.cache.commit(request)
+            self.cache.commit(request, item.num_new)
             if request.num_computed < request.num_tokens:
                 continue
             token = next(ids)
@@ -197,7 +198,7 @@ class Scheduler:
     def _why_refused(self, request: RequestState) -> RequestError | None:
         if not request.num_prompt:
             return RequestError(ErrorCode.INVALID_REQUEST, "the prompt is empty")
-        if not (0 <= min(request.tokens) and max(request.tokens) < self.config.vocab_size):
+        if min(request.tokens) < 0 or max(request.tokens) >= self.config.vocab_size:
             return RequestError(ErrorCode.INVALID_REQUEST, "the prompt has token ids outside the vocabulary")
         if request.num_prompt + request.max_tokens > self.max_model_len:
             return RequestError(
@@ -213,8 +214,12 @@ class Scheduler:
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
-        if not request.scheduled_s:
-            request.scheduled_s = self.clock()
+        if request.num_preemptions:
+            return
+        request.scheduled_s = self.clock()
+        request.num_cached = request.num_computed
+        self.counters.prefix_queried_tokens += request.num_prompt
+        self.counters.prefix_hit_tokens += request.num_cached
 
     def _finish_if_done(self, request: RequestState) -> None:
         last = request.tokens[-1] if request.num_generated else None
