@@ -67,13 +67,15 @@ class EngineThread:
             self._stopping = True
             self._last_words = error
             self._wake.notify()
-        if self._thread.ident is not None:
+        if self._thread.ident is None:
+            self._close()
+        else:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _post(self, command: Command) -> None:
         with self._wake:
-            if self._stopping or self.failure is not None:
+            if self._stopping:
                 raise RuntimeError("the engine has stopped")
             self._commands.append(command)
             self._wake.notify()
@@ -86,6 +88,13 @@ class EngineThread:
             log.exception("the engine thread ends")
             self._last_words = RequestError(ErrorCode.INTERNAL_ERROR, "the engine broke down")
             self.failure = error
+        self._close()
+
+    def _close(self) -> None:
+        """Refuse new commands, carry out those that were let in, and end every request that is left."""
+        with self._wake:
+            self._stopping = True
+        self._obey()
         self._engine.end_all(self._last_words)
         self._deliver()
 

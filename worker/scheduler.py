@@ -113,27 +113,11 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """Choose the tokens of the next step: running requests first, decodes before prefills, then new ones."""
         plan: list[Scheduled] = []
-        budget = self.config.max_batch_tokens
-        preempted = False
-        for request in sorted(self.running, key=lambda r: (r.num_tokens - r.num_computed > 1, rank(r))):
-            if request.status is not RequestStatus.RUNNING or not budget:
-                continue
-            while not self.cache.grow(request):
-                preempted = True
-                victim = max(self.running, key=rank)
-                budget += _withdraw(plan, victim)
-                self.preempt(victim)
-                if victim is request:
-                    break
-            else:
-                budget -= _put(plan, request, budget)
-        while budget and not preempted and len(self.running) < self.config.max_batch_size:
-            request_or_none = self.waiting.head
-            # Each running request keeps a block to grow into; without it, admitting one would soon preempt another.
-            if request_or_none is None or not self.cache.admit(request_or_none, reserve_blocks=len(self.running)):
-                break
-            self._start(request_or_none)
-            budget -= _put(plan, request_or_none, budget)
+        preemptions = self.counters.preemptions
+        budget = self._plan_running(plan, self.config.max_batch_tokens)
+        # Where blocks have just run out, admitting another request would only preempt the next one.
+        if self.counters.preemptions == preemptions:
+            self._plan_waiting(plan, budget)
         return plan
 
     def update(self, plan: list[Scheduled], token_ids: list[int]) -> None:
@@ -210,6 +194,28 @@ class Scheduler:
             return RequestError(ErrorCode.QUEUE_FULL, f"{len(self.waiting)} requests are waiting already")
         return None
 
+    def _plan_running(self, plan: list[Scheduled], budget: int) -> int:
+        """Plan the running requests, preempting where a block is lacking; return what is left of the budget."""
+        for request in sorted(self.running, key=lambda r: (r.num_tokens - r.num_computed > 1, rank(r))):
+            if request.status is not RequestStatus.RUNNING or not budget:
+                continue
+            while request.status is RequestStatus.RUNNING and not self.cache.grow(request):
+                # Only a decode can lack a block, and decodes are planned oldest first: no victim is in the plan yet.
+                self.preempt(max(self.running, key=rank))
+            if request.status is RequestStatus.RUNNING:
+                budget -= _put(plan, request, budget)
+        return budget
+
+    def _plan_waiting(self, plan: list[Scheduled], budget: int) -> None:
+        """Admit waiting requests in their order while the budget and the cache allow."""
+        while budget and len(self.running) < self.config.max_batch_size:
+            head = self.waiting.head
+            # Each running request keeps a block to grow into; without it, admitting one would soon preempt another.
+            if head is None or not self.cache.admit(head, reserve_blocks=len(self.running)):
+                return
+            self._start(head)
+            budget -= _put(plan, head, budget)
+
     def _start(self, request: RequestState) -> None:
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
@@ -256,7 +262,7 @@ class Scheduler:
             request = self._live[request_id]
             if request.status is not status:
                 raise AssertionError(f"{request_id} is {request.status} but listed as {status}")
-            if status is RequestStatus.WAITING and request.block_table:
+            if status is RequestStatus.WAITING and (request.block_table or request.num_computed):
                 raise AssertionError(f"{request_id} holds blocks while it waits")
         self.cache.check(self.running)
         if not self._live and self.cache.num_used:
@@ -268,15 +274,6 @@ def _put(plan: list[Scheduled], request: RequestState, budget: int) -> int:
     num_new = min(request.num_tokens - request.num_computed, budget)
     plan.append(Scheduled(request, num_new))
     return num_new
-
-
-def _withdraw(plan: list[Scheduled], request: RequestState) -> int:
-    """Take a request's share out of the plan again; return the tokens this gives back to the budget."""
-    for item in plan:
-        if item.request is request:
-            plan.remove(item)
-            return item.num_new
-    return 0
 
 
 def _failure(request_id: str, error: RequestError) -> Failed:
