@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEFAULT_MODEL := qwen2.5-coder-0.5b-instruct
 
 .DEFAULT_GOAL := help

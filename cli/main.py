@@ -6,11 +6,13 @@ and of models end with one line that names the key, and exit code 2, which tells
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cli import web_process
+from cli.bench import bench
 from cli.options import flag_name, flags_for, settings_flags
 from cli.restart import EXIT_CONFIG
 from common import __version__
@@ -81,6 +83,26 @@ def web(
 
 
 @app.command()
+@settings_flags(WorkerConfig, only=("cache_dir",))
+def pull(
+    name: Annotated[str, typer.Argument(help="A name of the catalogue; `tokenloom models` lists them.")], **flags: Any
+) -> None:
+    """Fetch a catalogue model into the cache, or check that it is there."""
+    from cli.pull import pull_model
+
+    pull_model(name, Path(load(WorkerConfig, flags).cache_dir))
+
+
+@app.command()
+@settings_flags(WorkerConfig, only=("cache_dir",))
+def models(**flags: Any) -> None:
+    """List the models known by name."""
+    from cli.pull import list_models
+
+    list_models(Path(load(WorkerConfig, flags).cache_dir))
+
+
+@app.command()
 def chat(
     url: Annotated[str, typer.Option("--url", help="Address of the server.")] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option("--model", help="Model to talk to; by default the first one listed.")] = "",
@@ -96,24 +118,25 @@ def chat(
     raise typer.Exit(repl(client, model, system, {k: v for k, v in settings.items() if v is not None}))
 
 
+app.command()(bench)
+
+
 def main() -> None:
     """Run the command line and exit."""
     try:
         app()
     except ConfigError as error:
-        print(f"tokenloom: {_flag_first(error)}", file=sys.stderr)
+        print(f"tokenloom: {describe(error)}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
     except ModelError as error:
         print(f"tokenloom: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
 
 
-def _flag_first(error: ConfigError) -> str:
-    """Name the key as the user can set it: the flag, or the variable when that is what was wrong."""
+def describe(error: ConfigError) -> str:
+    """Return the error's text with its key as the user can set it: the flag, or the variable when that was wrong."""
     text = str(error)
-    if error.key.isupper():
-        return text
-    return text.replace(error.key, flag_name(error.key), 1)
+    return text if error.key.isupper() else text.replace(error.key, flag_name(error.key), 1)
 
 
 if __name__ == "__main__":

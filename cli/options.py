@@ -6,7 +6,7 @@ Runs while the commands are being defined; never reads the environment.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any
 
@@ -17,11 +17,14 @@ from common.config import WireConfig, known_settings
 Command = Callable[..., Any]
 
 
-def settings_flags(*configs: type[WireConfig], exclude: Iterable[str] = ()) -> Callable[[Command], Command]:
+def settings_flags(
+    *configs: type[WireConfig], exclude: Collection[str] = (), only: Collection[str] = ()
+) -> Callable[[Command], Command]:
     """Return a decorator that gives a command one flag for each field of `configs`.
 
     The command receives them in its `**flags`; a flag that was not given is None. A field that several of the
-    configurations share becomes one flag. Fields named in `exclude` become none.
+    configurations share becomes one flag. Fields named in `exclude` become none, nor does any other than those in
+    `only` when that is given.
     """
 
     def decorate(command: Command) -> Command:
@@ -31,7 +34,7 @@ def settings_flags(*configs: type[WireConfig], exclude: Iterable[str] = ()) -> C
         flags: dict[str, inspect.Parameter] = {}
         for config in configs:
             for f in fields(config):
-                if f.name not in skipped and f.name not in flags:
+                if f.name not in skipped and f.name not in flags and (not only or f.name in only):
                     flags[f.name] = _parameter(f)
         command.__signature__ = signature.replace(parameters=[*own, *flags.values()])  # type: ignore[attr-defined]
         return command

@@ -69,7 +69,7 @@ def read_report(report: str) -> Candidate | None:
 
 def ask_pip(spec: str) -> Candidate | None:
     """Ask pip what it would install for `spec`, reading metadata only."""
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps", "--ignore-installed"]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "-qq", "--no-deps", "--ignore-installed"]
     answer = subprocess.run([*command, "--report", "-", spec], capture_output=True, text=True)
     return read_report(answer.stdout) if answer.returncode == 0 else None
 
@@ -84,7 +84,7 @@ def gpu_visible() -> bool:
 
 def install(step: Step, spec: str) -> bool:
     """Install `spec` in one way; return whether it worked."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+    pip = [sys.executable, "-m", "pip", "install", "-qq"]
     if step is Step.PIP:
         return subprocess.run([*pip, spec]).returncode == 0
     if subprocess.run([*pip, "uv"]).returncode != 0:
