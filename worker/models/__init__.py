@@ -1,0 +1,1 @@
+"""Models: where they come from and how a GGUF file becomes a folder that transformers loads."""

@@ -1,0 +1,144 @@
+"""From GGUF tensors to safetensors files with transformers' names. Needs torch; runs in the converting thread.
+
+Memory stays near one shard: tensors are dequantised and written shard by shard.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+
+from common.errors import ModelError
+from worker.models.gguf_config import ARCHITECTURES, Architecture
+from worker.models.gguf_file import GGUFFile, GGUFTensor
+
+_SHARD_PARAMETERS = 256 * 1024 * 1024
+_FP16_LARGEST = 65504.0
+_FP16_SMALLEST_SCALE = 2.0**-10
+"""A tensor whose largest weight is smaller than this would lose precision in fp16's subnormal range."""
+
+_UNMAPPED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+"""Tensors that became configuration (see gguf_config)."""
+
+
+def write_weights(file: GGUFFile, config: dict[str, Any], folder: Path, on_bytes: Callable[[int, int], None]) -> None:
+    """Write every weight of `file` to safetensors files in `folder`.
+
+    Quantised and fp16 matrices become fp16 where their range allows (the rounding, 2^-11, is far below the quantisation
+    step), bf16 stays bf16, everything else is float32. `on_bytes` gets bytes of the GGUF file done and in total.
+    Raises ModelError when a weight is missing, left over or of the wrong shape.
+    """
+    names = _names(file, config)
+    architecture = ARCHITECTURES[file.architecture]
+    total = sum(len(file.tensors[name].raw) for name in names)
+    shards = _shards([file.tensors[name] for name in names])
+    done = 0
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for index, shard in enumerate(shards):
+        title = "model.safetensors" if len(shards) == 1 else f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
+        weights: dict[str, torch.Tensor] = {}
+        for tensor in shard:
+            weights[names[tensor.name]] = _convert(tensor, config, architecture)
+            done += len(tensor.raw)
+            on_bytes(done, total)
+        save_file(weights, folder / title, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(weights, title)
+        total_bytes += sum(w.numel() * w.element_size() for w in weights.values())
+    if len(shards) > 1:
+        listing = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1), encoding="utf-8")
+
+
+def _names(file: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
+    """Return transformers' name for every GGUF tensor name, after comparing names and shapes with the model's."""
+    shapes = _model_shapes(config)
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+    name_map = get_tensor_name_map(arch, config["num_hidden_layers"])
+    names: dict[str, str] = {}
+    missing = []
+    for hf_name, shape in shapes.items():
+        stem, _, suffix = hf_name.rpartition(".")
+        gguf_name = f"{name_map.get_name(stem)}.{suffix}"
+        tensor = file.tensors.get(gguf_name)
+        if tensor is None:
+            if not (hf_name == "lm_head.weight" and config["tie_word_embeddings"]):
+                missing.append(hf_name)
+        elif tensor.shape != shape:
+            raise ModelError(f"tensor {gguf_name} has shape {tensor.shape} where the model needs {shape}")
+        else:
+            names[gguf_name] = hf_name
+    left = sorted(file.tensors.keys() - names.keys() - _UNMAPPED)
+    if missing or left:
+        raise ModelError(
+            f"the GGUF file does not fit {config['model_type']}: missing {missing[:5]}, left over {left[:5]}"
+        )
+    return names
+
+
+def _model_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of a model's weights, from a model without storage."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_config = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+
+
+def _shards(tensors: list[GGUFTensor]) -> list[list[GGUFTensor]]:
+    shards: list[list[GGUFTensor]] = [[]]
+    held = 0
+    for tensor in tensors:
+        count = int(np.prod(tensor.shape))
+        if shards[-1] and held + count > _SHARD_PARAMETERS:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += count
+    return shards
+
+
+def _convert(tensor: GGUFTensor, config: dict[str, Any], architecture: Architecture) -> torch.Tensor:
+    weight = _dequantize(tensor)
+    if architecture.norm_plus_one and tensor.name.endswith("norm.weight"):
+        weight = weight - 1
+    if architecture.permuted_rope and ".attn_q." in tensor.name:
+        weight = _unpermute(weight, config["num_attention_heads"])
+    if architecture.permuted_rope and ".attn_k." in tensor.name:
+        weight = _unpermute(weight, config["num_key_value_heads"])
+    return weight.contiguous()
+
+
+def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undo the row order that ggml's rope wants: pairs (0, 1), (2, 3) … back to (0, half), (1, half + 1) …"""
+    half = weight.shape[0] // heads // 2
+    return weight.reshape(heads, half, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _dequantize(tensor: GGUFTensor) -> torch.Tensor:
+    if tensor.type == GGMLQuantizationType.F32:
+        return _from_numpy(tensor.raw.view(np.float32), tensor)
+    if tensor.type == GGMLQuantizationType.F16:
+        return _from_numpy(tensor.raw.view(np.float16), tensor)
+    if tensor.type == GGMLQuantizationType.BF16:
+        return _from_numpy(tensor.raw.view(np.int16), tensor).view(torch.bfloat16)
+    rows = tensor.raw.reshape(int(np.prod(tensor.shape[:-1])), -1)
+    try:
+        values = torch.from_numpy(dequantize(rows, tensor.type)).reshape(tensor.shape)
+    except NotImplementedError as error:
+        raise ModelError(f"tensor {tensor.name} is stored as {tensor.type.name}, which cannot be read") from error
+    largest = values.abs().max().item()
+    if len(tensor.shape) > 1 and (largest == 0 or _FP16_SMALLEST_SCALE <= largest <= _FP16_LARGEST):
+        return values.to(torch.float16)
+    return values
+
+
+def _from_numpy(values: np.ndarray, tensor: GGUFTensor) -> torch.Tensor:
+    return torch.from_numpy(values.reshape(tensor.shape).copy())
