@@ -1,0 +1,81 @@
+"""Gunicorn's configuration, from the TOKENLOOM_ variables (`gunicorn -c python:web.gunicorn_conf`).
+
+Gunicorn reads this module's names as its settings, in its master process, where no link to the worker may exist: each
+process makes its own after the fork. The application is `web.app:create_app()`, with its Link in `extensions["link"]`.
+"""
+
+import logging
+import math
+import resource
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from common.config import WebConfig, load
+
+_config = load(WebConfig)
+
+_KILL_MARGIN_S = 5
+_LAST_WORDS_S = 1.0
+"""Time that a finished answer has to leave a process that is stopping."""
+
+wsgi_app = "web.app:create_app()"
+bind = f"{_config.host}:{_config.port}"
+workers = _config.web_workers
+worker_class = _config.web_worker_class
+threads = _config.web_threads if worker_class == "gthread" else 1
+# Above max_open_requests, so that what is too much gets an answer instead of an unaccepted connection.
+worker_connections = max(2 * _config.max_open_requests, 2 * threads) + 256
+# Longer than proxies keep an idle connection (nginx: 60 s), so that they never send on one that was just closed.
+keepalive = 75
+# Watches over the process, not over requests: both classes report that they live while requests run.
+timeout = 60
+# The link ends what is open after graceful_timeout_s; Gunicorn kills only what does not end even then.
+graceful_timeout = math.ceil(_config.graceful_timeout_s) + _KILL_MARGIN_S
+preload_app = False
+accesslog = None
+loglevel = _config.log_level
+control_socket_disable = True
+
+
+def on_starting(server: Any) -> None:
+    """Allow as many open files as the system lets us: each connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def post_worker_init(worker: Any) -> None:
+    """Start the link, once the process is forked, patched by gevent where it is used, and has its application."""
+    logging.basicConfig(level=loglevel.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    link = worker.wsgi.extensions["link"]
+    link.start()
+    _drain_on_sigterm(worker, link)
+
+
+def worker_exit(server: Any, worker: Any) -> None:
+    """Stop the link; the process has served its last request, or is made to end."""
+    application = getattr(worker, "wsgi", None)
+    if application is not None:
+        application.extensions["link"].stop()
+
+
+def _drain_on_sigterm(worker: Any, link: Any) -> None:
+    gunicorns_own = signal.getsignal(signal.SIGTERM)
+
+    def on_sigterm(signum: int, frame: FrameType | None) -> None:
+        link.drain()
+        threading.Thread(target=_end_when_drained, args=(worker, link), daemon=True).start()
+        if callable(gunicorns_own):
+            gunicorns_own(signum, frame)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _end_when_drained(worker: Any, link: Any) -> None:
+    """Cut Gunicorn's waiting short once nothing is open: it would wait for idle connections too."""
+    while link.open_requests:
+        time.sleep(0.05)
+    time.sleep(_LAST_WORDS_S)
+    worker.cfg.set("graceful_timeout", 0)

@@ -1,0 +1,89 @@
+"""The thread that takes in what the worker publishes and looks at what is due (a greenlet under gevent).
+
+Owns the receiving half of the socket and the clock. The clock counts only time in which this process was awake: after
+a SIGSTOP, or a long pause of the machine, what has piled up is read before anything is judged, and the pause itself
+counts for next to nothing.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from common.errors import WireError
+from common.wire import decode_to_web
+from web.link.registry import Registry
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+"""How often the reader looks at what is due."""
+
+MAX_ROUND_S = 0.25
+"""What one round can count at most: a longer one means that this process was frozen, not that time passed."""
+
+ROUND_MESSAGES = 256
+
+
+class Wire(Protocol):
+    """What the link needs of a socket; `WorkerSocket` is the real one and describes it."""
+
+    def send(self, data: bytes) -> bool: ...  # noqa: D102
+    def can_send(self) -> bool: ...  # noqa: D102
+    def wait(self, timeout_s: float) -> None: ...  # noqa: D102
+    def receive(self, limit: int) -> list[bytes]: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class Reader:
+    """Feeds the registry. `on_tick` runs every TICK_S, on this thread."""
+
+    def __init__(self, wire: Wire, registry: Registry, on_tick: Callable[[], None]):
+        self._wire = wire
+        self._registry = registry
+        self._on_tick = on_tick
+        self._stopping = False
+        self._now = 0.0
+        self._read_s = time.monotonic()
+        self._ticked_s = self._read_s
+        self._thread = threading.Thread(target=self._run, name="link-reader", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._round()
+            except Exception:  # the process is deaf without its reader
+                log.exception("the reader stumbled")
+                time.sleep(TICK_S)
+
+    def _round(self) -> None:
+        self._wire.wait(TICK_S)
+        messages = self._wire.receive(ROUND_MESSAGES)
+        for data in messages:
+            self._take(data)
+        now = time.monotonic()
+        self._now += min(now - self._read_s, MAX_ROUND_S)
+        self._read_s = now
+        if len(messages) == ROUND_MESSAGES:
+            # More may be there, so it is too early to judge. Sleeping lets others run: under gevent nothing else would.
+            time.sleep(0)
+        elif now - self._ticked_s >= TICK_S:
+            self._ticked_s = now
+            self._registry.sweep(self._now, self._wire.can_send())
+            self._on_tick()
+
+    def _take(self, data: bytes) -> None:
+        try:
+            self._registry.take(decode_to_web(data))
+        except WireError as error:
+            log.warning("dropped a message of the worker: %s", error)
