@@ -32,6 +32,16 @@ def free_port() -> int:
         return port
 
 
+def wait_for_port(port: int, timeout_s: float) -> None:
+    """Wait until something listens on a port of the loopback address."""
+
+    def listening() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_for(listening, timeout_s, f"a listener on port {port}")
+
+
 def alive(pid: int) -> bool:
     """Return whether a process runs; one that is dead but not yet waited for does not."""
     try:
