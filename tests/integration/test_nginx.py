@@ -19,6 +19,7 @@ from tests.support.nginx import running_nginx
 from tests.support.processes import free_port
 
 TIMEOUT_S = 30.0
+FLOOD_BYTES = 64 * 1024 * 1024
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Script:
 
     chunks: "queue.Queue[bytes | None]" = field(default_factory=queue.Queue)
     requests: "queue.Queue[tuple[str, dict[str, str], bytes]]" = field(default_factory=queue.Queue)
+    taken: "queue.Queue[int]" = field(default_factory=queue.Queue)
     client_left: threading.Event = field(default_factory=threading.Event)
     connections: set[int] = field(default_factory=set)
 
@@ -45,6 +47,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(429, b'{"error": {"message": "full"}}')
         elif self.path == "/watch":
             self._watch()
+        elif self.path == "/flood":
+            self._flood()
         else:
             self._stream()
 
@@ -70,6 +74,18 @@ class Handler(BaseHTTPRequestHandler):
         if self.connection.recv(1) == b"":
             self.script.client_left.set()
         self.close_connection = True
+
+    def _flood(self) -> None:
+        """Send as much as is taken, up to FLOOD_BYTES, and note how much that was."""
+        sent, piece = 0, b"x" * 65536
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % FLOOD_BYTES)
+        self.connection.settimeout(1.0)
+        try:
+            while sent < FLOOD_BYTES:
+                sent += self.connection.send(piece)
+        except OSError:  # nothing was taken for a second
+            self.close_connection = True
+        self.script.taken.put(sent)
 
     def log_message(self, *args: object) -> None:
         """Stay silent."""
@@ -111,7 +127,7 @@ def error_of(response: http.client.HTTPResponse) -> dict[str, object]:
 
 
 def test_each_chunk_passes_before_the_next_one_exists(script, port):
-    """Buffering would hold tokens back: the second chunk is only made after the client has read the first."""
+    """Held back tokens would make streaming pointless: the second chunk is only made after the client has read the first."""
     script.chunks.put(b"data: one\n\n")
     connection, response = post(port, "/v1/chat/completions")
     assert response.status == 200
@@ -130,6 +146,13 @@ def test_a_client_that_leaves_before_any_answer_is_noticed_upstream(script, port
         client.sendall(b"POST /watch HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
         script.requests.get(timeout=TIMEOUT_S)
     assert script.client_left.wait(TIMEOUT_S)
+
+
+def test_a_client_that_reads_nothing_stops_the_stream_instead_of_filling_a_disk(script, port):
+    """nginx must not swallow an answer for a client that takes none: the web tier has to notice and give up."""
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as client:
+        client.sendall(b"POST /flood HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+        assert script.taken.get(timeout=TIMEOUT_S) < FLOOD_BYTES
 
 
 def test_the_upstream_connection_is_kept(script, port):
