@@ -31,7 +31,7 @@ from common.errors import ConfigError
 BACKLOG = 2048
 PROBE_TIMEOUT_S = 0.5
 WORKER_STOP_TIMEOUT_S = 10.0
-WEB_STOP_MARGIN_S = 5.0
+WEB_STOP_MARGIN_S = 10.0
 """What Gunicorn gets on top of the time it gives its requests."""
 
 

@@ -127,7 +127,7 @@ def error_of(response: http.client.HTTPResponse) -> dict[str, object]:
 
 
 def test_each_chunk_passes_before_the_next_one_exists(script, port):
-    """Held back tokens would make streaming pointless: the second chunk is only made after the client has read the first."""
+    """Tokens held back would make streaming pointless: the second chunk is made after the client has read the first."""
     script.chunks.put(b"data: one\n\n")
     connection, response = post(port, "/v1/chat/completions")
     assert response.status == 200
@@ -172,6 +172,15 @@ def test_the_tier_learns_who_asks_and_answers_for_itself(script, port):
     assert (path, body) == ("/refuse", b'{"a": 1}')
     assert headers["X-Forwarded-For"] == "127.0.0.1"
     assert headers["Host"] == f"127.0.0.1:{port}"
+    connection.close()
+
+
+def test_a_large_body_arrives_whole(script, port):
+    """A body that does not fit in nginx's memory buffer is a long prompt, not an error."""
+    body = json.dumps({"prompt": "x" * 1_000_000}).encode()
+    connection, response = post(port, "/refuse", body)
+    assert response.status == 429
+    assert script.requests.get(timeout=TIMEOUT_S)[2] == body
     connection.close()
 
 

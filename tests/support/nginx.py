@@ -3,6 +3,7 @@
 Only what differs between a container and a test is changed: where it listens, where the web tier is, where it writes.
 """
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -47,7 +48,9 @@ def running_nginx(web_port: int, directory: Path) -> Iterator[int]:
     port = free_port()
     path = directory / "nginx.conf"
     path.write_text(configuration(port, web_port, directory))
-    command = [program, "-e", "stderr", "-p", str(directory), "-c", str(path), "-g", "daemon off;"]
+    # As root it would drop its rights and then not reach the test's folder; in the container it never is root.
+    globals_ = "daemon off; user root;" if os.geteuid() == 0 else "daemon off;"
+    command = [program, "-e", "stderr", "-p", str(directory), "-c", str(path), "-g", globals_]
     with open(directory / "nginx.log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
