@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.errors import ModelError
 from worker.models.gguf_file import GGUFFile
@@ -191,7 +191,7 @@ def _sentencepiece_bpe(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenize
     replace = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix else replace
     if not prefix:
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "merged_with_previous")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         steps.append(decoders.Strip(" ", 1, 0))
@@ -201,23 +201,23 @@ def _sentencepiece_bpe(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenize
 
 
 def _merges(tokens: Sequence[str], scores: np.ndarray, types: np.ndarray) -> list[tuple[str, str]]:
-    """Return the merges in rank order: by score of the union, then by the ids of its two parts.
+    """Return the merges in rank order: by the score of the union; among equals, the longer left part first.
 
-    Linear in the total length of the pieces. Control tokens are never a union or a part.
+    Linear in the total length of the pieces but for the sort. Control tokens are never a union or a part.
     """
     usable = ~np.isin(types, (_CONTROL, _UNKNOWN, _UNUSED))
     words = {token: index for index, token in enumerate(tokens) if usable[index]}
-    found: list[tuple[float, int, int, int]] = []
+    found: list[tuple[float, int, int, str, str]] = []
     for token, index in words.items():
         rank = -float(scores[index])
         for cut in range(1, len(token)):
-            left = words.get(token[:cut])
-            if left is not None:
-                right = words.get(token[cut:])
-                if right is not None:
-                    found.append((rank, index, left, right))
-    found.sort()
-    return [(tokens[left], tokens[right]) for _, _, left, right in found]
+            left = token[:cut]
+            if left in words:
+                right = token[cut:]
+                if right in words:
+                    found.append((rank, -len(left), -len(right), left, right))
+    found.sort(key=lambda merge: merge[:3])  # stable: equals stay in the vocabulary's order
+    return [(left, right) for _, _, _, left, right in found]
 
 
 # --- both -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Memory stays near one shard: tensors are dequantised and written shard by shard.
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from worker.models.gguf_config import ARCHITECTURES, Architecture
 from worker.models.gguf_file import GGUFFile, GGUFTensor
 
 _SHARD_PARAMETERS = 256 * 1024 * 1024
+_CHUNK_VALUES = 4 * 1024 * 1024
 _FP16_LARGEST = 65504.0
 _FP16_SMALLEST_SCALE = 2.0**-10
 """A tensor whose largest weight is smaller than this would lose precision in fp16's subnormal range."""
@@ -96,7 +98,7 @@ def _shards(tensors: list[GGUFTensor]) -> list[list[GGUFTensor]]:
     shards: list[list[GGUFTensor]] = [[]]
     held = 0
     for tensor in tensors:
-        count = int(np.prod(tensor.shape))
+        count = math.prod(tensor.shape)
         if shards[-1] and held + count > _SHARD_PARAMETERS:
             shards.append([])
             held = 0
@@ -129,15 +131,26 @@ def _dequantize(tensor: GGUFTensor) -> torch.Tensor:
         return _from_numpy(tensor.raw.view(np.float16), tensor)
     if tensor.type == GGMLQuantizationType.BF16:
         return _from_numpy(tensor.raw.view(np.int16), tensor).view(torch.bfloat16)
-    rows = tensor.raw.reshape(int(np.prod(tensor.shape[:-1])), -1)
-    try:
-        values = torch.from_numpy(dequantize(rows, tensor.type)).reshape(tensor.shape)
-    except NotImplementedError as error:
-        raise ModelError(f"tensor {tensor.name} is stored as {tensor.type.name}, which cannot be read") from error
-    largest = values.abs().max().item()
+    halves, largest = _dequantize_rows(tensor, torch.float16)
     if len(tensor.shape) > 1 and (largest == 0 or _FP16_SMALLEST_SCALE <= largest <= _FP16_LARGEST):
-        return values.to(torch.float16)
-    return values
+        return halves
+    return _dequantize_rows(tensor, torch.float32)[0]
+
+
+def _dequantize_rows(tensor: GGUFTensor, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """Return a quantised tensor's values as `dtype` and the largest magnitude, a chunk of rows at a time."""
+    rows = tensor.raw.reshape(math.prod(tensor.shape[:-1]), -1)
+    values = torch.empty((len(rows), tensor.shape[-1]), dtype=dtype)
+    step = max(1, _CHUNK_VALUES // tensor.shape[-1])
+    largest = 0.0
+    for first in range(0, len(rows), step):
+        try:
+            chunk = torch.from_numpy(dequantize(rows[first : first + step], tensor.type))
+        except NotImplementedError as error:
+            raise ModelError(f"tensor {tensor.name} is stored as {tensor.type.name}, which cannot be read") from error
+        largest = max(largest, chunk.abs().max().item())
+        values[first : first + step] = chunk
+    return values.reshape(tensor.shape), largest
 
 
 def _from_numpy(values: np.ndarray, tensor: GGUFTensor) -> torch.Tensor:
