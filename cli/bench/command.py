@@ -46,7 +46,7 @@ class Load:
     seed: int = 0
 
 
-async def resolve_model(target: "Target") -> "Target":
+async def resolve_model_name(target: "Target") -> "Target":
     """`target` with a model name: its own, or the first that the server lists. Raises ValueError when there is none."""
     import aiohttp
 
@@ -131,7 +131,7 @@ def bench(
     )
     try:
         prompts = _prompts(tokenizer, prompt_tokens, shared_prefix, seed, endpoint)
-        target = asyncio.run(resolve_model(target))
+        target = asyncio.run(resolve_model_name(target))
         records = asyncio.run(run_load(target, prompts, load))
     except (ValueError, OSError) as error:
         console.print(f"bench: {error}", markup=False)

@@ -76,12 +76,12 @@ class StreamingChatUser(FastHttpUser):
 
 def read_stream(response: FastResponse) -> CompletionStream:
     """Read the raw response line by line as the socket delivers it, and judge the stream."""
-    stream, parser = CompletionStream(), SSEParser()
-    if response.status_code != 200:
+    stream, parser, raw = CompletionStream(), SSEParser(), response._response
+    if response.status_code != 200 or raw is None:
         stream.fail(f"http_{response.status_code}", response.text or "")
         return stream
     try:
-        while line := response._response.readline(b"\n"):
+        while line := raw.readline(b"\n"):
             at_s = time.perf_counter()
             for event in parser.feed(line):
                 stream.read(event, at_s)
@@ -89,7 +89,7 @@ def read_stream(response: FastResponse) -> CompletionStream:
     except Exception as error:  # noqa: BLE001 (whatever geventhttpclient raises for a torn connection)
         stream.fail("broken", f"{type(error).__name__}: {error}")
     finally:
-        response._response.release()
+        raw.release()
     return stream
 
 

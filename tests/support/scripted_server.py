@@ -6,7 +6,9 @@ one server can be good and bad at once.
 
 import asyncio
 import json
+import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -90,9 +92,10 @@ SCRIPTS: dict[str, Callable[[dict[str, Any]], list[Piece]]] = {
 
 @dataclass
 class ScriptedServer:
-    """Context manager: listens on a free port of loopback. `bodies` are the request bodies, in order of arrival."""
+    """Context manager: listens on `port` of loopback (0: a free one). `bodies` are the request bodies, in order."""
 
     default_model: str = "good"
+    port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peak_in_flight: int = 0
     url: str = ""
@@ -113,7 +116,7 @@ class ScriptedServer:
         self._loop.close()
 
     async def _listen(self) -> asyncio.Server:
-        return await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        return await asyncio.start_server(self._connection, "127.0.0.1", self.port)
 
     async def _close(self) -> None:
         self._server.close()
@@ -172,3 +175,9 @@ async def _stream(writer: asyncio.StreamWriter, pieces: list[Piece]) -> bool:
     writer.write(b"0\r\n\r\n")
     await writer.drain()
     return True
+
+
+if __name__ == "__main__":
+    with ScriptedServer(default_model=sys.argv[1], port=int(sys.argv[2])):
+        while True:
+            time.sleep(1.0)
