@@ -8,8 +8,6 @@ import logging
 import math
 import resource
 import signal
-import threading
-import time
 from types import FrameType
 from typing import Any
 
@@ -18,11 +16,9 @@ from common.config import WebConfig, load
 _config = load(WebConfig)
 
 _KILL_MARGIN_S = 5
-_LAST_WORDS_S = 1.0
-"""Time that a finished answer has to leave a process that is stopping."""
 
 wsgi_app = "web.app:create_app()"
-bind = f"{_config.host}:{_config.port}"
+bind = f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
 workers = _config.web_workers
 worker_class = _config.web_worker_class
 threads = _config.web_threads if worker_class == "gthread" else 1
@@ -64,18 +60,13 @@ def worker_exit(server: Any, worker: Any) -> None:
 def _drain_on_sigterm(worker: Any, link: Any) -> None:
     gunicorns_own = signal.getsignal(signal.SIGTERM)
 
+    def end_waiting() -> None:
+        # Gunicorn would wait for connections that are merely kept alive, too.
+        worker.cfg.set("graceful_timeout", 0)
+
     def on_sigterm(signum: int, frame: FrameType | None) -> None:
-        link.drain()
-        threading.Thread(target=_end_when_drained, args=(worker, link), daemon=True).start()
+        link.drain(end_waiting)
         if callable(gunicorns_own):
             gunicorns_own(signum, frame)
 
     signal.signal(signal.SIGTERM, on_sigterm)
-
-
-def _end_when_drained(worker: Any, link: Any) -> None:
-    """Cut Gunicorn's waiting short once nothing is open: it would wait for idle connections too."""
-    while link.open_requests:
-        time.sleep(0.05)
-    time.sleep(_LAST_WORDS_S)
-    worker.cfg.set("graceful_timeout", 0)

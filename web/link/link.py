@@ -18,6 +18,9 @@ from web.link.reader import Reader, Wire
 from web.link.registry import Registry
 from web.link.socket import WorkerSocket
 
+LAST_WORDS_S = 1.0
+"""Time that the last finished answer has to leave the process before it counts as drained."""
+
 
 class Link:
     """Opens calls to the worker, between `start` and `stop`."""
@@ -30,22 +33,29 @@ class Link:
         self._watcher = DisconnectWatcher()
         self._wire: Wire | None = None
         self._reader: Reader | None = None
-        self._drain_until_s = float("inf")
+        self._drain_until_s: float | None = None
+        self._idle_since_s = 0.0
+        self._on_drained: Callable[[], None] | None = None
 
     # --- life ---
 
     def start(self) -> None:
         """Connect and start the threads, once."""
         self._wire = self._connect(self._config, self._topic)
-        self._reader = Reader(self._wire, self._registry, self._end_drain)
+        self._reader = Reader(self._wire, self._registry, self._tick)
         self._watcher.start()
         self._reader.start()
 
-    def drain(self) -> None:
-        """Take no new calls, and end those that are open after `graceful_timeout_s`. Safe in a signal handler."""
+    def drain(self, on_drained: Callable[[], None]) -> None:
+        """Take no new calls, and end those that are open after `graceful_timeout_s`. Safe in a signal handler.
+
+        on_drained: called once, from another thread, when no call has been open for LAST_WORDS_S.
+        """
         if not self._registry.closing:
-            self._drain_until_s = time.monotonic() + self._config.graceful_timeout_s
             self._registry.closing = _draining()
+            self._idle_since_s = time.monotonic()
+            self._drain_until_s = self._idle_since_s + self._config.graceful_timeout_s
+            self._on_drained = on_drained
 
     def stop(self) -> None:
         """End what is open with an error, then the threads and the sockets. Harmless when repeated."""
@@ -96,10 +106,16 @@ class Link:
     def _send(self, message: Message) -> bool:
         return self._wire is not None and self._wire.send(encode(message))
 
-    def _end_drain(self) -> None:
-        if time.monotonic() >= self._drain_until_s:
-            self._drain_until_s = float("inf")
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._drain_until_s is not None and now >= self._drain_until_s:
+            self._drain_until_s = None
             self._registry.fail_all(_draining())
+        if self.open_requests:
+            self._idle_since_s = now
+        elif self._on_drained and now - self._idle_since_s >= LAST_WORDS_S:
+            on_drained, self._on_drained = self._on_drained, None
+            on_drained()
 
 
 def _draining() -> RequestError:

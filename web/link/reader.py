@@ -37,15 +37,22 @@ class Wire(Protocol):
 
 
 class Reader:
-    """Feeds the registry. `on_tick` runs every TICK_S, on this thread."""
+    """Feeds the registry. `on_tick` runs every TICK_S, on this thread; `clock` gives monotonic seconds."""
 
-    def __init__(self, wire: Wire, registry: Registry, on_tick: Callable[[], None]):
+    def __init__(
+        self,
+        wire: Wire,
+        registry: Registry,
+        on_tick: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._clock = clock
         self._wire = wire
         self._registry = registry
         self._on_tick = on_tick
         self._stopping = False
         self._now = 0.0
-        self._read_s = time.monotonic()
+        self._read_s = clock()
         self._ticked_s = self._read_s
         self._thread = threading.Thread(target=self._run, name="link-reader", daemon=True)
 
@@ -61,17 +68,18 @@ class Reader:
     def _run(self) -> None:
         while not self._stopping:
             try:
-                self._round()
+                self.round()
             except Exception:  # the process is deaf without its reader
                 log.exception("the reader stumbled")
                 time.sleep(TICK_S)
 
-    def _round(self) -> None:
+    def round(self) -> None:
+        """Wait a little, take what has arrived, do what is due. Runs on the thread; tests call it themselves."""
         self._wire.wait(TICK_S)
         messages = self._wire.receive(ROUND_MESSAGES)
         for data in messages:
             self._take(data)
-        now = time.monotonic()
+        now = self._clock()
         self._now += min(now - self._read_s, MAX_ROUND_S)
         self._read_s = now
         if len(messages) == ROUND_MESSAGES:
