@@ -15,7 +15,7 @@ from cli.restart import EXIT_CONFIG
 
 log = logging.getLogger("tokenloom.supervisor")
 
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROBE_INTERVAL_S = 0.2
 IDLE_INTERVAL_S = 5.0
 
@@ -41,13 +41,15 @@ class Supervisor:
         self._service = service
         self._ready = False
         self._hurry = False
+        # One that was ignored before, as nohup does with SIGHUP, stays ignored: waiting for it would take it.
+        self._stop_signals = {number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
 
     def run(self) -> int:
         """Run until a signal or a child that cannot be kept alive; return the exit code.
 
         Stopping ends the children in the order they are listed, each within its own time. A second signal kills.
         """
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._stop_signals, signal.SIGCHLD})
         try:
             for child in self._children:
                 child.start()
@@ -68,7 +70,7 @@ class Supervisor:
                     child.start()
             if not self._ready and all(child.running for child in self._children) and self._service.ready():
                 self._become_ready()
-            if self._wait(self._sleep_s()) in STOP_SIGNALS:
+            if self._wait(self._sleep_s()) in self._stop_signals:
                 log.info("stopping")
                 return 0
 
@@ -99,14 +101,14 @@ class Supervisor:
 
     def _wait(self, timeout_s: float) -> int | None:
         """Sleep until a signal (returned), a child's death or the timeout."""
-        info = signal.sigtimedwait({*STOP_SIGNALS, signal.SIGCHLD}, timeout_s)
+        info = signal.sigtimedwait({*self._stop_signals, signal.SIGCHLD}, timeout_s)
         return None if info is None else info.si_signo
 
     def _stop(self, child: Child) -> None:
         child.terminate()
         deadline = time.monotonic() + child.stop_timeout_s
         while child.running and not self._hurry and (left_s := deadline - time.monotonic()) > 0:
-            if self._wait(left_s) in STOP_SIGNALS:
+            if self._wait(left_s) in self._stop_signals:
                 log.warning("second signal: killing what still runs")
                 self._hurry = True
         if child.running and not self._hurry:

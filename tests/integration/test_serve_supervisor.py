@@ -23,10 +23,10 @@ WORKER: Spec = {"name": "worker", "code": "until_told('worker')"}
 class Supervised:
     """A running supervisor, the log its children write, and its output."""
 
-    def __init__(self, directory: Path, specs: list[Spec]):
+    def __init__(self, directory: Path, specs: list[Spec], *prefix: str):
         self.directory = directory
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.supervised", str(directory), json.dumps(specs)],
+            [*prefix, sys.executable, "-m", "tests.support.supervised", str(directory), json.dumps(specs)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -55,8 +55,8 @@ class Supervised:
 def supervise(tmp_path: Path) -> Iterator[object]:
     started: list[Supervised] = []
 
-    def start(*specs: Spec) -> Supervised:
-        started.append(Supervised(tmp_path, list(specs)))
+    def start(*specs: Spec, prefix: tuple[str, ...] = ()) -> Supervised:
+        started.append(Supervised(tmp_path, list(specs), *prefix))
         return started[-1]
 
     yield start
@@ -68,7 +68,7 @@ def supervise(tmp_path: Path) -> Iterator[object]:
         end_family(one.process)
 
 
-@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_web_before_worker_and_the_exit_code_is_zero(supervise, stop_signal):
     """Streams are served by web out of the worker, so web goes first; nothing is left."""
     running = supervise(WEB, WORKER)
@@ -79,6 +79,18 @@ def test_a_signal_ends_web_before_worker_and_the_exit_code_is_zero(supervise, st
     assert running.log()[-2:] == ["web ends", "worker ends"]
     assert "closed" in output, "the listening socket must not outlive the web tier"
     assert not any(alive(pid) for pid in pids)
+
+
+def test_a_signal_that_was_ignored_before_stays_ignored(supervise):
+    """With nohup the server outlives its terminal."""
+    running = supervise(WEB, WORKER, prefix=("nohup",))
+    web, worker = running.wait_started("web"), running.wait_started("worker")
+    running.process.send_signal(signal.SIGHUP)
+    os.kill(worker, signal.SIGKILL)
+    running.wait_started("worker", times=2)  # it still watches over its children
+    assert running.pids("web") == [web]
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait_end()[0] == 0
 
 
 def test_a_child_that_does_not_end_is_killed_after_its_time(supervise):
