@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,3 +150,29 @@ def test_bad_options_stop_before_any_request(server: ScriptedServer) -> None:
     assert run_bench("--url", server.url, "--extra-body", "[]")[0] == 2
     assert run_bench("--url", server.url, "--prompt-tokens", "8", "--shared-prefix", "8")[0] == 2
     assert server.bodies == []
+
+
+def test_a_duration_ends_the_run(server: ScriptedServer) -> None:
+    """No number of requests is needed; those in flight at the end are finished and counted."""
+    code, figures, _ = run_bench("--url", server.url, "-c", "2", "--duration", "0.2", "--max-tokens", "4")
+    assert code == 0
+    assert figures["requests"] == len(server.bodies) > 0
+    assert figures["output_tokens"] == 4 * figures["requests"]
+
+
+def test_prompts_share_the_prefix_asked_and_nothing_else(server: ScriptedServer) -> None:
+    run_bench("--url", server.url, "-n", "6", "--prompt-tokens", "30", "--shared-prefix", "10", "--max-tokens", "2")
+    words = [body["messages"][0]["content"].split() for body in server.bodies]
+    assert {len(w) for w in words} == {30}
+    assert len({tuple(w[:10]) for w in words}) == 1
+    assert len({tuple(w[10:14]) for w in words}) == 6
+
+
+def test_without_its_extra_the_command_says_what_to_install() -> None:
+    """The other commands import this one; a missing aiohttp must cost only `bench`."""
+    code = "import sys; sys.modules['aiohttp'] = None; sys.argv = ['tokenloom', 'bench']; "
+    code += "from cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert "tokenloom[bench]" in done.stdout
+    assert "Traceback" not in done.stderr
