@@ -41,8 +41,10 @@ class Supervisor:
         self._service = service
         self._ready = False
         self._hurry = False
-        # One that was ignored before, as nohup does with SIGHUP, stays ignored: waiting for it would take it.
-        self._stop_signals = {number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+        # Under nohup SIGHUP is ignored, and waiting for it would undo that. SIGINT is ignored in a shell script's
+        # background jobs, too, but whoever sends it to this very process means it.
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._stop_signals = {*STOP_SIGNALS} - ({signal.SIGHUP} if nohup else set())
 
     def run(self) -> int:
         """Run until a signal or a child that cannot be kept alive; return the exit code.

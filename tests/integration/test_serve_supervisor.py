@@ -81,7 +81,16 @@ def test_a_signal_ends_web_before_worker_and_the_exit_code_is_zero(supervise, st
     assert not any(alive(pid) for pid in pids)
 
 
-def test_a_signal_that_was_ignored_before_stays_ignored(supervise):
+def test_sigint_counts_in_a_scripts_background_job(supervise):
+    """A script's shell starts `tokenloom serve &` with SIGINT ignored; `kill -INT` must end it all the same."""
+    running = supervise(WEB, WORKER, prefix=("sh", "-c", 'trap "" INT; exec "$@"', "sh"))
+    running.wait_started("web")
+    running.wait_started("worker")
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait_end()[0] == 0
+
+
+def test_under_nohup_the_terminals_end_is_ignored(supervise):
     """With nohup the server outlives its terminal."""
     running = supervise(WEB, WORKER, prefix=("nohup",))
     web, worker = running.wait_started("web"), running.wait_started("worker")
