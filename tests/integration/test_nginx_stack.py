@@ -1,7 +1,6 @@
 """nginx in front of the whole: what docker-compose.yml starts, by the same commands and the same nginx.conf."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
