@@ -11,6 +11,8 @@ from common.errors import ModelError
 
 T = TypeVar("T")
 
+_DUPLICATES = ["*/*", "consolidated*"]
+
 
 def fetch_file(repo: str, file: str, folder: Path) -> Path:
     """Download one file of a repository into `folder` and return its path. Raises ModelError."""
@@ -22,11 +24,15 @@ def fetch_file(repo: str, file: str, folder: Path) -> Path:
 def fetch_snapshot(repo: str, allow_patterns: list[str]) -> Path:
     """Download a repository's files that match `allow_patterns` into the hub's own cache; returns the folder.
 
+    Subfolders and `consolidated*` hold the same weights in other formats and are left out.
     Works from the cache alone when the hub cannot be reached. Raises ModelError.
     """
     import huggingface_hub
 
-    return Path(_call(repo, lambda: huggingface_hub.snapshot_download(repo, allow_patterns=allow_patterns)))
+    def download() -> str:
+        return str(huggingface_hub.snapshot_download(repo, allow_patterns=allow_patterns, ignore_patterns=_DUPLICATES))
+
+    return Path(_call(repo, download))
 
 
 def _call(repo: str, action: Callable[[], T]) -> T:

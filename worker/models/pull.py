@@ -178,8 +178,10 @@ def _fetch_wheel(part: WheelPart, staging: Path, on_bytes: Callable[[int], None]
             [*command, part.requirement], env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
         try:
+            largest = 0
             while child.poll() is None:
-                on_bytes(_bytes_below(folder))
+                largest = max(largest, _largest_below(folder))
+                on_bytes(largest)
                 time.sleep(_POLL_S)
         finally:
             if child.poll() is None:
@@ -191,15 +193,16 @@ def _fetch_wheel(part: WheelPart, staging: Path, on_bytes: Callable[[int], None]
     return wheels[0]
 
 
-def _bytes_below(folder: Path) -> int:
-    total = 0
+def _largest_below(folder: Path) -> int:
+    """Return the size of the largest file in a folder tree: pip's copy on the way to its place does not count twice."""
+    largest = 0
     for base, _, names in os.walk(folder):
         for name in names:
             try:
-                total += os.stat(os.path.join(base, name)).st_size
+                largest = max(largest, os.stat(os.path.join(base, name)).st_size)
             except OSError:  # pip moved it meanwhile
                 continue
-    return total
+    return largest
 
 
 def _last_error(log: Path) -> str:

@@ -71,7 +71,7 @@ def check_folder(folder: Path, config: WorkerConfig) -> None:
         if config.allow_pickle:
             return
         raise ModelError(f"{folder} has only pickled weights, which can run code; --allow-pickle loads them anyway")
-    raise ModelError(f"{folder} has no weights (*.safetensors)")
+    raise ModelError(f"{folder} has no weights in *.safetensors; if there are pickled ones, see --allow-pickle")
 
 
 def _check_code(folder: Path, config: WorkerConfig) -> None:
