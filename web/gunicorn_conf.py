@@ -4,10 +4,15 @@ Gunicorn reads this module's names as its settings, in its master process, where
 process makes its own after the fork. The application is `web.app:create_app()`, with its Link in `extensions["link"]`.
 """
 
+import contextlib
 import logging
 import math
+import os
 import resource
 import signal
+import socket
+import time
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -16,6 +21,11 @@ from common.config import WebConfig, load
 _config = load(WebConfig)
 
 _KILL_MARGIN_S = 5
+_LAST_LOOK_S = 2
+"""Gunicorn looks once a second whether all connections have ended."""
+
+_idle: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""The connections of this process that wait for their next request."""
 
 wsgi_app = "web.app:create_app()"
 bind = f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
@@ -57,16 +67,34 @@ def worker_exit(server: Any, worker: Any) -> None:
         application.extensions["link"].stop()
 
 
+def pre_request(worker: Any, req: Any) -> None:
+    """Note that a connection is in use."""
+    _idle.discard(req.unreader.sock)
+
+
+def post_request(worker: Any, req: Any, environ: dict[str, Any], resp: Any) -> None:
+    """Note that a connection waits for its next request."""
+    _idle.add(environ["gunicorn.socket"])
+
+
 def _drain_on_sigterm(worker: Any, link: Any) -> None:
     gunicorns_own = signal.getsignal(signal.SIGTERM)
 
-    def end_waiting() -> None:
-        # Gunicorn would wait for connections that are merely kept alive, too.
-        worker.cfg.set("graceful_timeout", 0)
-
     def on_sigterm(signum: int, frame: FrameType | None) -> None:
-        link.drain(end_waiting)
+        signalled_s = time.monotonic()
+        link.drain(lambda: _end_waiting(worker, time.monotonic() - signalled_s))
         if callable(gunicorns_own):
             gunicorns_own(signum, frame)
 
     signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _end_waiting(worker: Any, waited_s: float) -> None:
+    """End Gunicorn's waiting when nothing is open any more: it would wait for idle connections too."""
+    for connection in list(_idle):
+        # Its handler reads the end and closes. Shut down through a twin: on the socket itself gevent would raise in
+        # the handler that waits for it. One that was closed meanwhile is fine too.
+        with contextlib.suppress(OSError):
+            with socket.socket(fileno=os.dup(connection.fileno())) as twin:
+                twin.shutdown(socket.SHUT_RD)
+    worker.cfg.set("graceful_timeout", math.ceil(waited_s) + _LAST_LOOK_S)
