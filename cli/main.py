@@ -22,7 +22,10 @@ from common.errors import ConfigError, ModelError
 ENDPOINTS = ("submit_endpoint", "publish_endpoint")
 
 app = typer.Typer(
-    help="Serve language models over an OpenAI-compatible API.", no_args_is_help=True, add_completion=False
+    help="Serve language models over an OpenAI-compatible API.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # it could print settings, and logs want plain tracebacks
 )
 
 
