@@ -16,11 +16,10 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
-DEFAULT_MODEL := qwen2.5-coder-0.5b-instruct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve chat model test test-unit lint format chaos load bench-peers install install-dev clean
+.PHONY: help serve chat pull models test test-unit lint format chaos load bench-peers install install-dev clean
 
 help: ## list the targets
 	@echo 'Usage: make TARGET [VARIABLE=value]'
@@ -33,7 +32,7 @@ serve: install ## start the server: MODEL=<name, folder, .gguf file or hub id> P
 chat: install ## chat with the running server in the terminal: PORT=8000
 	@exec $(BIN)/tokenloom chat $(if $(PORT),--url http://127.0.0.1:$(PORT)) $(ARGS)
 
-test: lint model ## check the style and run all tests: PYTEST_ARGS='tests/unit -k name'
+test: lint pull ## check the style and run all tests: PYTEST_ARGS='tests/unit -k name'
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-unit: install-dev ## run the tests that need neither torch nor sockets; seconds
@@ -48,17 +47,20 @@ format: install-dev ## put the source into the project's format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-model: install ## fetch the default model into the cache
-	@$(BIN)/tokenloom pull $(DEFAULT_MODEL)
+pull: install ## fetch a model of the catalogue ahead of time; the default one without MODEL=name
+	@$(BIN)/tokenloom pull $(MODEL)
 
-chaos: install-dev model ## kill, stop and flood a running server, and check what clients see
+models: install ## list the models known by name
+	@$(BIN)/tokenloom models
+
+chaos: install-dev pull ## kill, stop and flood a running server, and check what clients see
 	@$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 
 load: install-dev ## load a running server with locust: PORT=8000 ARGS='--users 16 --run-time 1m'
 	@$(BIN)/locust --headless --only-summary -f tests/load/locustfile.py \
 		--host http://127.0.0.1:$(or $(PORT),8000) $(or $(ARGS),--users 16 --spawn-rate 16 --run-time 1m)
 
-bench-peers: install-dev model ## compare with `transformers serve` on this machine
+bench-peers: install-dev pull ## compare with `transformers serve` on this machine
 	@$(BIN)/python tests/load/compare_peers.py $(ARGS)
 
 install: $(VENV)/.serve.stamp ## install what serving needs into .venv

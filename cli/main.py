@@ -88,12 +88,16 @@ def web(
 @app.command()
 @settings_flags(WorkerConfig, only=("cache_dir",))
 def pull(
-    name: Annotated[str, typer.Argument(help="A name of the catalogue; `tokenloom models` lists them.")], **flags: Any
+    name: Annotated[
+        str | None, typer.Argument(help="A name of the catalogue; by default the model that would be served.")
+    ] = None,
+    **flags: Any,
 ) -> None:
     """Fetch a catalogue model into the cache, or check that it is there."""
     from cli.pull import pull_model
 
-    pull_model(name, Path(load(WorkerConfig, flags).cache_dir))
+    config = load(WorkerConfig, flags)
+    pull_model(name or config.model, Path(config.cache_dir))
 
 
 @app.command()
