@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    StableLmConfig,
 )
 
 from common.errors import ModelError
@@ -198,6 +199,32 @@ def test_a_converted_model_computes_the_same_logits(tmp_path: Path, case: str):
     assert type(loaded) is type(model)
     length = 100 if "longrope" in case else 40
     torch.testing.assert_close(logits(loaded, length), logits(model, length), rtol=0, atol=1e-5)
+
+
+def test_an_architecture_that_only_transformers_knows_is_converted_by_it(tmp_path: Path):
+    """No fast path, the same result: logits are equal, and the tokenizer and the end tokens are there."""
+    model = tiny(StableLmConfig(**SIZES))
+    metadata = {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4}
+    write_tiny_gguf(tmp_path / "tiny.gguf", "stablelm", model, metadata=metadata)
+    folder = convert(tmp_path / "tiny.gguf", tmp_path / "cache", ignore)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+    assert (folder / "tokenizer.json").exists()
+    assert len(loaded.generation_config.eos_token_id) == 2
+
+
+def test_an_architecture_that_nobody_knows_is_refused_by_name(tmp_path: Path):
+    """The message names the architecture."""
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "wavenet")
+    writer.add_uint32("wavenet.context_length", 16)
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_string("tokenizer.ggml.pre", "gpt-2")
+    writer.add_array("tokenizer.ggml.tokens", ["a"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="wavenet"):
+        convert(tmp_path / "x.gguf", tmp_path / "cache", ignore)
 
 
 @pytest.mark.parametrize("kind", [F32, F16, BF16, Q8_0], ids=lambda kind: kind.name)

@@ -9,10 +9,14 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common.errors import ModelError
 from worker.models.files import file_lock, staging_folder
 from worker.models.progress import Progress, Report
+
+if TYPE_CHECKING:
+    from worker.models.gguf_file import GGUFFile
 
 CONVERTER_VERSION = 1
 """Raised whenever the converter's output changes, so that old folders are not used any more."""
@@ -50,23 +54,37 @@ def convert(gguf: Path, cache_dir: Path, report: Report, sha256: str | None = No
 
 def write_folder(gguf: Path, folder: Path, report: Report) -> None:
     """Write the converted model to the existing folder `folder`. Raises ModelError for what cannot be converted."""
-    from worker.models.gguf_config import build_config
     from worker.models.gguf_file import read_gguf
     from worker.models.gguf_tokenizer import read_vocabulary, write_generation_config, write_tokenizer
 
     started_s = time.monotonic()
     report(Progress("convert", 0, 0, f"reading {gguf.name}"))
     file = read_gguf(gguf)
-    config = build_config(file)
     vocabulary = read_vocabulary(file)
-    config |= {"eos_token_id": vocabulary.end_token_ids(), "bos_token_id": vocabulary.ids.get("bos_token_id")}
+    context_length = file.get("context_length")
+    if context_length is None:
+        raise ModelError(f"the GGUF file lacks {file.architecture}.context_length")
     report(Progress("convert", 0, 0, f"building the tokenizer of {gguf.name}"))
-    write_tokenizer(file, vocabulary, config["max_position_embeddings"], folder)
-    write_generation_config(vocabulary, folder)
+    write_tokenizer(file, vocabulary, int(context_length), folder)
+    config = _write_model(gguf, file, folder, report)
+    config |= {"eos_token_id": vocabulary.end_token_ids(), "bos_token_id": vocabulary.ids.get("bos_token_id")}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    from worker.models.gguf_weights import write_weights
+    write_generation_config(vocabulary, folder)
+    report(Progress("convert", 1, 1, f"converted {gguf.name} in {time.monotonic() - started_s:.0f} s"))
+
+
+def _write_model(gguf: Path, file: "GGUFFile", folder: Path, report: Report) -> dict[str, Any]:
+    """Write the weights and return the configuration that goes with them."""
+    from worker.models.gguf_config import ARCHITECTURES, build_config
 
     message = f"converting {gguf.name}"
+    report(Progress("convert", 0, 0, message))
+    if file.architecture not in ARCHITECTURES:
+        from worker.models.gguf_transformers import write_with_transformers
+
+        return write_with_transformers(gguf, file, folder)
+    from worker.models.gguf_weights import write_weights
+
+    config = build_config(file)
     write_weights(file, config, folder, lambda done, total: report(Progress("convert", done, total, message)))
-    seconds = time.monotonic() - started_s
-    report(Progress("convert", 1, 1, f"converted {gguf.name} in {seconds:.0f} s"))
+    return config
