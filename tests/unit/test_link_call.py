@@ -114,14 +114,14 @@ def test_slow_reader_costs_one_piece_a_call() -> None:
 
 
 def test_waiter_wakes_when_the_client_leaves() -> None:
-    """A request that waits for its first event ends at once when its client is gone, and its calls are cancelled."""
+    """A request that waits for its first event ends at once when its client is gone, and everything of it is closed."""
     group = make_group(2)
     threading.Timer(0.05, group.client_gone).start()
     with pytest.raises(ClientGone):
         group.wait_accepted()
     with pytest.raises(ClientGone):
         list(group.events())
-    assert group._owner.cancelled == ["r0", "r1"]  # type: ignore[attr-defined]
+    assert group._owner.closed == [group]  # type: ignore[attr-defined]
 
 
 def test_ping_is_a_none_between_events() -> None:

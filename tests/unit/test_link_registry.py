@@ -156,7 +156,7 @@ def test_send_that_would_block_refuses_and_leaves_nothing(bench: Bench) -> None:
     bench.registry._send = lambda message: next(accepts, True) and original(message)
     with pytest.raises(RequestError) as caught:
         bench.open(spec(), spec())
-    assert caught.value.code == ErrorCode.QUEUE_FULL
+    assert caught.value.code == ErrorCode.NOT_READY
     assert bench.registry.num_open == 0
     submitted = bench.sent_of(Submit)[0]
     assert submitted.id in [message.id for message in bench.sent_of(Cancel)]  # type: ignore[attr-defined, union-attr]
@@ -272,6 +272,17 @@ def test_unknown_ids_and_repeated_batches_are_harmless(bench: Bench) -> None:
     assert next(group.events()) == (0, Tokens(group.ids[0], 0, [10]))
 
 
+def test_a_call_the_worker_has_forgotten_does_not_wait_for_ever(bench: Bench) -> None:
+    """A running call that hears nothing for long is asked about, once an interval, and learns the truth."""
+    group = accepted_group(bench)
+    bench.pass_s(9, alive=True, seq=1)
+    assert bench.sent_of(Resync) == []
+    bench.pass_s(2, alive=True, seq=1)
+    assert bench.sent_of(Resync)
+    bench.batch(2, Failed(group.ids[0], ErrorCode.UNKNOWN_REQUEST, "unknown"))
+    assert failure(group).code == ErrorCode.UNKNOWN_REQUEST
+
+
 # --- the worker's lives ---
 
 
@@ -333,6 +344,14 @@ def test_closing_a_live_call_cancels_it_once(bench: Bench) -> None:
     group.close()
     assert len(bench.sent_of(Cancel)) == 1
     assert bench.registry.num_open == 0
+
+
+def test_a_client_that_left_takes_no_place_any_more(bench: Bench) -> None:
+    """The place is free at once, also when the route never runs again to close the group."""
+    group = accepted_group(bench)
+    group.client_gone()
+    assert bench.registry.num_open == 0
+    assert bench.sent_of(Cancel) == [Cancel(group.ids[0], "the client left")]
 
 
 def test_closing_a_finished_call_sends_nothing(bench: Bench) -> None:

@@ -64,6 +64,7 @@ class Call:
     spec: CallSpec
     group: "CallGroup"
     submitted_s: float = 0.0
+    heard_s: float = 0.0
     accept_by_s: float = 0.0
     resend_at_s: float = 0.0
     num_sent: int = 0
@@ -200,7 +201,7 @@ class CallGroup:
         if self._unwatch:
             self._unwatch()
             self._unwatch = None
-        self._owner.close_group(self, "the client left" if self._gone else "closed")
+        self._owner.close_group(self, "closed")
 
     def _wait(self) -> None:
         self._wake.get()
@@ -241,7 +242,7 @@ class CallGroup:
         self.wake()
 
     def client_gone(self) -> None:
-        """Cancel everything, for a client that has hung up."""
+        """End everything, for a client that has hung up: nobody is left to take what would still come."""
         self._gone = True
-        self.cancel(reason="the client left")
+        self._owner.close_group(self, "the client left")
         self.wake()

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 RESEND_INTERVAL_S = 0.5
 RESYNC_INTERVAL_S = 0.5
 CANCEL_INTERVAL_S = 1.0
+ASK_AFTER_S = 10.0
+"""A running call that was silent for so long is asked about: should the worker not know it, it says so."""
+
 PAST_LIVES = 16
 """Earlier incarnations of the worker whose late messages are recognised."""
 
@@ -68,7 +71,7 @@ class Registry:
         """Return why no new call can be taken now, or None."""
         refusal = self.closing or self._worker.refusal(self._now)
         if not refusal and not self._can_send:
-            return RequestError(ErrorCode.NOT_READY, "the worker takes no requests at the moment")
+            return _takes_nothing()
         return refusal
 
     def open(self, specs: list[CallSpec], prefix: str) -> CallGroup:
@@ -91,7 +94,7 @@ class Registry:
                 call.accept_by_s = self._now + self._config.accept_timeout_s
                 if not self._submit(call):
                     self._forget(group, "not all of it could be sent")
-                    raise RequestError(ErrorCode.QUEUE_FULL, "the worker takes no more requests at the moment")
+                    raise _takes_nothing()
         return group
 
     def cancel_calls(self, calls: list[Call], reason: str) -> None:
@@ -216,7 +219,7 @@ class Registry:
                 self._take_event(call, event)
 
     def _take_event(self, call: Call, event: Event) -> None:
-        call.group.last_event_s = self._now
+        call.group.last_event_s = call.heard_s = self._now
         if call.take(event):
             self._stale.discard(call.id)
         else:
@@ -241,6 +244,9 @@ class Registry:
             call.cancelled_at_s = self._now
             self._cancel(call, "repeated")
             self._stale.add(call.id)
+        elif self._now - call.heard_s >= ASK_AFTER_S:
+            call.heard_s = self._now
+            self._stale.add(call.id)
 
     def _sweep_unaccepted(self, call: Call) -> None:
         if self._worker.busy_since(call.submitted_s, self._now):
@@ -263,3 +269,7 @@ class Registry:
 
 def _gone_away() -> RequestError:
     return RequestError(ErrorCode.WORKER_LOST, "the worker has gone away")
+
+
+def _takes_nothing() -> RequestError:
+    return RequestError(ErrorCode.NOT_READY, "the worker takes no requests at the moment")
