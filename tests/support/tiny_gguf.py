@@ -44,6 +44,10 @@ def write_tiny_gguf(
     state = model.state_dict()
     tied = model.config.tie_word_embeddings
     for hf_name, weight in state.items():
+        if ".mlp.experts." in hf_name:
+            for name, part in _experts(hf_name, weight):
+                writer.add_tensor(name, part)
+            continue
         stem, _, suffix = hf_name.rpartition(".")
         name = f"{names.get_name(stem)}.{suffix}"
         if name in drop or (tied and hf_name == "lm_head.weight"):
@@ -71,6 +75,15 @@ def write_tiny_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _experts(hf_name: str, weight: torch.Tensor) -> list[tuple[str, np.ndarray]]:
+    """llama.cpp's tensors of one layer's experts: gate, up and down apart, each stacked over the experts."""
+    prefix = f"blk.{hf_name.split('.')[2]}.ffn_"
+    if hf_name.endswith("down_proj"):
+        return [(f"{prefix}down_exps.weight", weight.numpy())]
+    gate, up = weight.chunk(2, dim=1)
+    return [(f"{prefix}{kind}_exps.weight", part.contiguous().numpy()) for kind, part in (("gate", gate), ("up", up))]
 
 
 def _hyper_parameters(config: PretrainedConfig) -> dict[str, Any]:

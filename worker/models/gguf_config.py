@@ -47,8 +47,6 @@ def build_config(file: GGUFFile) -> Config:
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ModelError(f"GGUF architecture {file.architecture!r} is not supported; supported are {known}")
-    if file.get("expert_count"):
-        raise ModelError(f"GGUF files of {file.architecture} with experts are not supported; use its safetensors")
     config: Config = {"model_type": architecture.model_type, "architectures": [architecture.class_name]}
     for key, name in _COMMON.items():
         value = file.get(key)
@@ -145,8 +143,12 @@ def _llama(file: GGUFFile, config: Config) -> None:
     )
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    experts = file.get("expert_count")
+    if experts:
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "sliding_window": None}
+        config |= {"num_local_experts": int(experts), "num_experts_per_tok": int(file.get("expert_used_count"))}
     window = file.get("attention.sliding_window")
-    if window:  # only Mistral among the models of this architecture has one
+    if window and not experts:  # only Mistral among the models of this architecture has one
         config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": int(window)}
 
 
@@ -157,6 +159,18 @@ def _qwen2(file: GGUFFile, config: Config) -> None:
 def _qwen3(file: GGUFFile, config: Config) -> None:
     config |= {"head_dim": _head_dim(file, config), "use_sliding_window": False, "attention_bias": False}
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+
+
+def _qwen3moe(file: GGUFFile, config: Config) -> None:
+    _qwen3(file, config)
+    config |= {
+        "num_experts": int(file.get("expert_count")),
+        "num_experts_per_tok": int(file.get("expert_used_count")),
+        "moe_intermediate_size": int(file.get("expert_feed_forward_length")),
+        "norm_topk_prob": True,  # not in the file; llama.cpp always does
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _phi3(file: GGUFFile, config: Config) -> None:
@@ -201,6 +215,7 @@ ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, permuted_rope=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen3),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, norm_plus_one=True),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, norm_plus_one=True),

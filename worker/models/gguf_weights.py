@@ -5,13 +5,15 @@ Memory stays near one shard: tensors are dequantised and written shard by shard.
 
 import json
 import math
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, TensorNameMap, get_tensor_name_map
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 
@@ -36,52 +38,85 @@ def write_weights(file: GGUFFile, config: dict[str, Any], folder: Path, on_bytes
     step), bf16 stays bf16, everything else is float32. `on_bytes` gets bytes of the GGUF file done and in total.
     Raises ModelError when a weight is missing, left over or of the wrong shape.
     """
-    names = _names(file, config)
+    weights = _weights(file, config)
     architecture = ARCHITECTURES[file.architecture]
-    total = sum(len(file.tensors[name].raw) for name in names)
-    shards = _shards([file.tensors[name] for name in names])
+    total = sum(weight.stored_bytes for weight in weights)
+    shards = _shards(weights)
     done = 0
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for index, shard in enumerate(shards):
         title = "model.safetensors" if len(shards) == 1 else f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
-        weights: dict[str, torch.Tensor] = {}
-        for tensor in shard:
-            weights[names[tensor.name]] = _convert(tensor, config, architecture)
-            done += len(tensor.raw)
+        values: dict[str, torch.Tensor] = {}
+        for weight in shard:
+            parts = [_convert(tensor, config, architecture) for tensor in weight.tensors]
+            values[weight.name] = parts[0] if len(parts) == 1 else _concatenate(parts)
+            done += weight.stored_bytes
             on_bytes(done, total)
-        save_file(weights, folder / title, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(weights, title)
-        total_bytes += sum(w.numel() * w.element_size() for w in weights.values())
+        save_file(values, folder / title, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(values, title)
+        total_bytes += sum(value.numel() * value.element_size() for value in values.values())
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1), encoding="utf-8")
 
 
-def _names(file: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
-    """Return transformers' name for every GGUF tensor name, after comparing names and shapes with the model's."""
-    shapes = _model_shapes(config)
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """One weight of the model and the GGUF tensors it is made of, joined along their rows."""
+
+    name: str
+    tensors: tuple[GGUFTensor, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(len(tensor.raw) for tensor in self.tensors)
+
+    @property
+    def size(self) -> int:
+        """The number of its values."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.tensors[0].shape
+        if len(self.tensors) == 1:
+            return first
+        return (*first[:-2], sum(tensor.shape[-2] for tensor in self.tensors), first[-1])
+
+
+def _weights(file: GGUFFile, config: dict[str, Any]) -> list[_Weight]:
+    """Return every weight of the model, after comparing names and shapes with what the file has."""
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
     name_map = get_tensor_name_map(arch, config["num_hidden_layers"])
-    names: dict[str, str] = {}
-    missing = []
-    for hf_name, shape in shapes.items():
-        stem, _, suffix = hf_name.rpartition(".")
-        gguf_name = f"{name_map.get_name(stem)}.{suffix}"
-        tensor = file.tensors.get(gguf_name)
-        if tensor is None:
-            if not (hf_name == "lm_head.weight" and config["tie_word_embeddings"]):
-                missing.append(hf_name)
-        elif tensor.shape != shape:
-            raise ModelError(f"tensor {gguf_name} has shape {tensor.shape} where the model needs {shape}")
-        else:
-            names[gguf_name] = hf_name
-    left = sorted(file.tensors.keys() - names.keys() - _UNMAPPED)
+    weights: list[_Weight] = []
+    missing: list[str] = []
+    for name, shape in _model_shapes(config).items():
+        sources = _sources(name, name_map)
+        if not all(source in file.tensors for source in sources):
+            if not (name == "lm_head.weight" and config["tie_word_embeddings"]):
+                missing.append(name)
+            continue
+        weight = _Weight(name, tuple(file.tensors[source] for source in sources))
+        if weight.shape != shape:
+            raise ModelError(f"tensor {sources[0]} has shape {weight.shape} where the model needs {shape}")
+        weights.append(weight)
+    used = {tensor.name for weight in weights for tensor in weight.tensors}
+    left = sorted(file.tensors.keys() - used - _UNMAPPED)
     if missing or left:
         raise ModelError(
             f"the GGUF file does not fit {config['model_type']}: missing {missing[:5]}, left over {left[:5]}"
         )
-    return names
+    return weights
+
+
+def _sources(name: str, name_map: TensorNameMap) -> list[str]:
+    """Return the names of the GGUF tensors that make up one weight."""
+    if experts := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", name):
+        kinds = {"gate_up": ("gate", "up"), "down": ("down",)}[experts[2]]
+        return [f"blk.{experts[1]}.ffn_{kind}_exps.weight" for kind in kinds]
+    stem, _, suffix = name.rpartition(".")
+    return [f"{name_map.get_name(stem)}.{suffix}"]
 
 
 def _model_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -94,17 +129,22 @@ def _model_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
 
 
-def _shards(tensors: list[GGUFTensor]) -> list[list[GGUFTensor]]:
-    shards: list[list[GGUFTensor]] = [[]]
+def _shards(weights: list[_Weight]) -> list[list[_Weight]]:
+    shards: list[list[_Weight]] = [[]]
     held = 0
-    for tensor in tensors:
-        count = math.prod(tensor.shape)
-        if shards[-1] and held + count > _SHARD_PARAMETERS:
+    for weight in weights:
+        if shards[-1] and held + weight.size > _SHARD_PARAMETERS:
             shards.append([])
             held = 0
-        shards[-1].append(tensor)
-        held += count
+        shards[-1].append(weight)
+        held += weight.size
     return shards
+
+
+def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Join parts along their rows, in the widest of their types."""
+    dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else torch.float32
+    return torch.cat([part.to(dtype) for part in parts], dim=-2)
 
 
 def _convert(tensor: GGUFTensor, config: dict[str, Any], architecture: Architecture) -> torch.Tensor:
