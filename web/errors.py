@@ -1,0 +1,68 @@
+"""What a client is told when something is wrong: OpenAI's error object, for every status.
+
+Handlers for the application. A fault of the server's own is logged with its trace; what a client sent is never logged.
+"""
+
+import logging
+from typing import Any
+
+from flask import Flask, Response
+from werkzeug.exceptions import HTTPException
+
+from common.errors import ERROR_KINDS, ErrorCode, RequestError
+from web.answers import json_bytes
+from web.link.call import ClientGone
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's number for a client that left before its answer; nobody reads it."""
+
+RETRY_STATUSES = frozenset({429, 503})
+
+
+def error_json(error: RequestError) -> dict[str, Any]:
+    """Return OpenAI's error object."""
+    return _object(error.message, error.kind.type, error.param, str(error.code))
+
+
+def error_response(error: RequestError) -> Response:
+    """Return the response for a request that cannot be served."""
+    response = Response(json_bytes(error_json(error)), error.kind.status, mimetype="application/json")
+    if error.kind.status in RETRY_STATUSES:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+def register(app: Flask) -> None:
+    """Have every error of the application answered in this form."""
+    app.register_error_handler(RequestError, error_response)
+    app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(ClientGone, lambda _: Response(status=CLIENT_CLOSED_REQUEST))
+    app.register_error_handler(Exception, _unexpected)
+
+
+def _object(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _http_error(error: HTTPException) -> Response:
+    status = error.code or 500
+    code = error.name.lower().replace(" ", "_")
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    response = Response(
+        json_bytes(_object(error.description or error.name, kind, None, code)), status, mimetype="application/json"
+    )
+    for name, value in error.get_headers():
+        if name != "Content-Type":  # Allow, with a wrong method
+            response.headers[name] = value
+    return response
+
+
+def _unexpected(error: Exception) -> Response:
+    log.error("a request failed", exc_info=error)
+    kind = ERROR_KINDS[ErrorCode.INTERNAL_ERROR]
+    body = _object("the server failed to answer", kind.type, None, str(ErrorCode.INTERNAL_ERROR))
+    return Response(json_bytes(body), kind.status, mimetype="application/json")

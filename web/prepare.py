@@ -1,0 +1,64 @@
+"""A validated request and its prompts as token ids → what is asked of the worker, or why it cannot be.
+
+Pure: no HTTP, no sockets.
+"""
+
+from common.errors import ErrorCode, RequestError
+from common.wire import ModelInfo
+from web.link.call import CallSpec
+from web.schema.generation import GenerationRequest
+from web.text.tokenizer import TextTokenizer
+
+
+def check_model(name: str | None, model: ModelInfo) -> None:
+    """Raise RequestError unless a request names the served model, or none."""
+    if name and name != model.id:
+        raise RequestError(
+            ErrorCode.MODEL_NOT_FOUND, f"the model {name[:200]!r} is not served here; {model.id!r} is", "model"
+        )
+
+
+def call_specs(
+    request: GenerationRequest, prompts: list[list[int]], prompt_field: str, model: ModelInfo, tokenizer: TextTokenizer
+) -> list[CallSpec]:
+    """Return one call for each prompt. Raises RequestError that names the field which does not fit the model."""
+    for ids in prompts:
+        _check_prompt(ids, prompt_field, model)
+    _check_limit(request, max(map(len, prompts)), model)
+    stop_token_ids = [token_id for stop in request.stops if (token_id := tokenizer.special_id(stop)) is not None]
+    limit = request.limit
+    return [
+        CallSpec(
+            prompt_ids=ids,
+            params=request.sampling_params(),
+            max_tokens=limit[1] if limit else model.max_model_len - len(ids),
+            stop_token_ids=stop_token_ids,
+            ignore_eos=bool(request.ignore_eos),
+        )
+        for ids in prompts
+    ]
+
+
+def _check_prompt(ids: list[int], field: str, model: ModelInfo) -> None:
+    if not ids:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"{field}: is empty", field)
+    if max(ids) >= model.vocab_size:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"{field}: has token ids outside the vocabulary", field)
+    if len(ids) >= model.max_model_len:
+        raise RequestError(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {model.max_model_len} tokens. "
+            f"However, your prompt has {len(ids)} tokens, which leaves no room for an answer.",
+            field,
+        )
+
+
+def _check_limit(request: GenerationRequest, longest: int, model: ModelInfo) -> None:
+    if request.limit and longest + request.limit[1] > model.max_model_len:
+        name, value = request.limit
+        raise RequestError(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {model.max_model_len} tokens. However, {name} asks for {value} "
+            f"tokens after a prompt of {longest}. Lower {name} or leave it out.",
+            name,
+        )

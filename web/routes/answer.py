@@ -1,0 +1,81 @@
+"""Runs the calls of one HTTP request and answers with what they generate, whole or as a stream.
+
+The status is decided before the first byte: nothing is sent until the worker has accepted every call. Whatever
+happens, the calls are closed in the end: when the client leaves, the worker stops working for it.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+
+from flask import Response, g, request
+
+from common.errors import RequestError
+from common.wire import ModelInfo
+from web.answers import DONE, Format, Writer, event_bytes
+from web.errors import error_json
+from web.generation import Choice, Generation
+from web.link.call import CallGroup, CallSpec, ClientGone
+from web.routes.service import Service
+from web.schema.generation import GenerationRequest
+from web.text.model_text import ModelText
+
+log = logging.getLogger(__name__)
+
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def answer(
+    service: Service,
+    asked: GenerationRequest,
+    specs: list[CallSpec],
+    model: ModelInfo,
+    text: ModelText,
+    form: Format,
+    prefix: str,
+) -> Response:
+    """Submit the calls and return the response. Raises RequestError or ClientGone before anything was sent."""
+    calls = service.link.open(specs, prefix, request.environ.get("gunicorn.socket"))
+    try:
+        g.request_id = calls.ids[0]
+        calls.wait_accepted()
+        choices = [Choice(text.decode_stream(), asked.stops) for _ in specs]
+        generation = Generation(calls, specs, choices)
+        writer = Writer(form, calls.ids[0], int(time.time()), model.id, len(specs))
+        if not asked.stream:
+            return _whole(calls, generation, writer, choices)
+    except BaseException:
+        calls.close()
+        raise
+    events = _stream(calls, generation, writer, asked.include_usage)
+    response = Response(events, mimetype="text/event-stream", headers=STREAM_HEADERS)
+    # The generator's own `finally` does not run when it was never started.
+    response.call_on_close(calls.close)
+    return response
+
+
+def _whole(calls: CallGroup, generation: Generation, writer: Writer, choices: list[Choice]) -> Response:
+    texts: list[list[str]] = [[] for _ in choices]
+    for delta in generation.deltas():
+        if delta is not None:
+            texts[delta.index].append(delta.text)
+    calls.close()
+    body = writer.whole(["".join(parts) for parts in texts], [c.finish_reason for c in choices], generation.usage)
+    return Response(body, mimetype="application/json")
+
+
+def _stream(calls: CallGroup, generation: Generation, writer: Writer, include_usage: bool) -> Iterator[bytes]:
+    """Yield the SSE events. After the first byte a failure is an event too."""
+    try:
+        yield from writer.stream(generation.deltas(), include_usage)
+        if include_usage:
+            yield writer.usage_chunk(generation.usage)
+        yield DONE
+    except ClientGone:
+        return
+    except RequestError as error:
+        log.warning("%s failed after its first byte: %s", calls.ids[0], error.message)
+        yield event_bytes(error_json(error))
+        yield DONE
+    finally:
+        calls.close()

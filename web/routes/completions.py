@@ -1,0 +1,25 @@
+"""POST /v1/completions."""
+
+from flask import Flask, Response
+
+from web.answers import CompletionFormat
+from web.prepare import call_specs, check_model
+from web.routes.answer import answer
+from web.routes.body import read_json
+from web.routes.service import Service
+from web.schema.base import parse
+from web.schema.completions import CompletionRequest
+
+
+def register(app: Flask, service: Service) -> None:
+    """Add the route."""
+
+    @app.post("/v1/completions")
+    def completions() -> Response:
+        asked = parse(CompletionRequest, read_json())
+        model = service.model
+        check_model(asked.model, model)
+        text = service.texts.of(model)
+        prompts = [text.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts]
+        specs = call_specs(asked, prompts, "prompt", model, text.tokenizer)
+        return answer(service, asked, specs, model, text, CompletionFormat(), "cmpl")

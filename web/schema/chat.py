@@ -1,0 +1,93 @@
+"""The request of POST /v1/chat/completions."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+
+from web.schema.base import BRANCH, Refused, RequestSchema, Text, complaint, neutral
+from web.schema.generation import GenerationRequest
+
+
+def _text_part(kind: str) -> str:
+    if kind != "text":
+        raise complaint("is not supported: this model takes parts of type text only")
+    return kind
+
+
+class TextPart(RequestSchema):
+    """A part of a message's content. Pictures, sound and files are refused."""
+
+    type: Annotated[str, AfterValidator(_text_part)]
+    text: Text
+
+
+Content = Annotated[
+    Annotated[Text, Tag(BRANCH + "text")] | Annotated[list[TextPart], Field(min_length=1), Tag(BRANCH + "parts")],
+    Discriminator(lambda value: BRANCH + ("parts" if isinstance(value, list) else "text")),
+]
+
+
+class Message(RequestSchema):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content | None
+    name: Text | None = None
+    tool_calls: Annotated[Any, neutral([])] = None
+    function_call: Refused = None
+    audio: Refused = None
+
+    @field_validator("content")
+    @classmethod
+    def _says_something(cls, content: Any, info: ValidationInfo) -> Any:
+        """Only an assistant's content may be null."""
+        if content is None and info.data.get("role") != "assistant":
+            raise complaint("must be a string or a list of text parts")
+        return content
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what the chat template sees: parts joined, null as no text, the developer's role as system's."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+def _conversation(messages: list[Message]) -> list[Message]:
+    if all(message.role == "assistant" for message in messages):
+        raise complaint("must have a message that is not the assistant's")
+    return messages
+
+
+def _tool_choice(value: Any) -> Any:
+    """Without tools there is nothing to choose; "none" says just that."""
+    if value is not None and value != "none":
+        raise complaint("is only allowed when tools are given")
+    return value
+
+
+class ChatRequest(GenerationRequest):
+    """Chat completion."""
+
+    messages: Annotated[list[Message], Field(min_length=1), AfterValidator(_conversation)]
+    logprobs: Annotated[bool | None, neutral(False)] = None
+    top_logprobs: Annotated[int | None, neutral(0)] = None
+    tools: Annotated[Any, neutral([])] = None
+    tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = None
+    functions: Annotated[Any, neutral([])] = None
+    function_call: Annotated[Any, neutral("none")] = None
+    modalities: Annotated[Any, neutral(["text"])] = None
+    audio: Refused = None
+    prediction: Refused = None
+    reasoning_effort: Refused = None
+    verbosity: Refused = None
+    web_search_options: Refused = None
+    echo: Annotated[Any, neutral(False)] = None
+    add_generation_prompt: Annotated[Any, neutral(True)] = None
+    continue_final_message: Annotated[Any, neutral(False)] = None
+    add_special_tokens: Annotated[Any, neutral(False)] = None
+    documents: Refused = None
+    chat_template: Refused = None
+    chat_template_kwargs: Annotated[Any, neutral({})] = None
+    mm_processor_kwargs: Refused = None
