@@ -104,6 +104,23 @@ def test_a_conversion_that_fails_half_way_leaves_no_folder(
     assert (convert(tiny_gguf, tmp_path / "cache", ignore) / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("largest_bytes", [1000, 30_000])
+def test_a_full_disk_is_a_clear_error(tiny_gguf: Path, tmp_path: Path, largest_bytes: int):
+    """When tokenizer.json or the weights cannot be written (here: a limit on file size), the error says so."""
+    code = (
+        "import resource, sys; from pathlib import Path; from worker.models.gguf_convert import convert\n"
+        "from common.errors import ModelError\n"
+        "import worker.models.gguf_weights  # before the limit: imports may write compiled files\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), -1))\n"
+        "try:\n    convert(Path(sys.argv[1]), Path(sys.argv[2]), lambda p: None)\n"
+        "except ModelError as error:\n    print(error)"
+    )
+    command = [sys.executable, "-c", code, str(tiny_gguf), str(tmp_path / "cache"), str(largest_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    assert "File too large" in done.stdout
+    assert [p for p in (tmp_path / "cache" / "models").iterdir() if p.is_dir()] == []
+
+
 def test_what_a_killed_conversion_left_is_cleared_away(tiny_gguf: Path, tmp_path: Path):
     """Gigabytes of a half-made folder do not stay for ever."""
     folder = gguf_convert.converted_folder(tiny_gguf, tmp_path / "cache")

@@ -301,6 +301,8 @@ def test_generation_ends_at_every_end_token(tmp_path: Path):
         ({"metadata": {".tokenizer.ggml.model": "wordpiece"}}, "wordpiece"),
         ({"drop": (".tokenizer.ggml.tokens",)}, "no tokenizer"),
         ({"drop": ("block_count",)}, r"lacks qwen2\.block_count"),
+        ({"drop": ("token_embd.weight",)}, r"lacks token_embd\.weight"),
+        ({"metadata": {".split.count": 2}}, "one part of a split GGUF"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

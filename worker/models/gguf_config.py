@@ -50,22 +50,29 @@ def build_config(file: GGUFFile) -> Config:
     config: Config = {"model_type": architecture.model_type, "architectures": [architecture.class_name]}
     for key, name in _COMMON.items():
         value = file.get(key)
-        if value is None and key == "attention.head_count_kv":
-            value = file.get("attention.head_count")
+        if value is None:
+            value = _required(file, "attention.head_count" if key == "attention.head_count_kv" else key)
         if isinstance(value, np.ndarray):
             if len(set(value.tolist())) != 1:
                 raise ModelError(f"{key} differs between layers; such models are not supported as GGUF")
             value = value[0].item()
-        if value is None:
-            raise ModelError(f"the GGUF file lacks {file.architecture}.{key}")
         config[name] = value
     config["rms_norm_eps"] = _short_float(config["rms_norm_eps"])
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError("the GGUF file lacks token_embd.weight")
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["rope_parameters"] = _rope(file, config)
     config["dtype"] = "float32"
     architecture.extra(file, config)
     return config
+
+
+def _required(file: GGUFFile, key: str) -> Any:
+    value = file.get(key)
+    if value is None:
+        raise ModelError(f"the GGUF file lacks {file.architecture}.{key}")
+    return value
 
 
 def _short_float(value: float) -> float:
@@ -146,7 +153,7 @@ def _llama(file: GGUFFile, config: Config) -> None:
     experts = file.get("expert_count")
     if experts:
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "sliding_window": None}
-        config |= {"num_local_experts": int(experts), "num_experts_per_tok": int(file.get("expert_used_count"))}
+        config |= {"num_local_experts": int(experts), "num_experts_per_tok": int(_required(file, "expert_used_count"))}
     window = file.get("attention.sliding_window")
     if window and not experts:  # only Mistral among the models of this architecture has one
         config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": int(window)}
@@ -164,9 +171,9 @@ def _qwen3(file: GGUFFile, config: Config) -> None:
 def _qwen3moe(file: GGUFFile, config: Config) -> None:
     _qwen3(file, config)
     config |= {
-        "num_experts": int(file.get("expert_count")),
-        "num_experts_per_tok": int(file.get("expert_used_count")),
-        "moe_intermediate_size": int(file.get("expert_feed_forward_length")),
+        "num_experts": int(_required(file, "expert_count")),
+        "num_experts_per_tok": int(_required(file, "expert_used_count")),
+        "moe_intermediate_size": int(_required(file, "expert_feed_forward_length")),
         "norm_topk_prob": True,  # not in the file; llama.cpp always does
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

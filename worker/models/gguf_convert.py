@@ -60,6 +60,10 @@ def write_folder(gguf: Path, folder: Path, report: Report) -> None:
     started_s = time.monotonic()
     report(Progress("convert", 0, 0, f"reading {gguf.name}"))
     file = read_gguf(gguf)
+    if int(file.metadata.get("split.count", 1)) > 1:
+        raise ModelError(
+            f"{gguf.name} is one part of a split GGUF file; join the parts first (llama-gguf-split --merge)"
+        )
     vocabulary = read_vocabulary(file)
     context_length = file.get("context_length")
     if context_length is None:

@@ -97,7 +97,7 @@ def write_tokenizer(file: GGUFFile, vocabulary: Vocabulary, context_length: int,
     add_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     add_eos = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False))
     _add_template(tokenizer, vocabulary, add_bos, add_eos)
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": vocabulary.named("bos_token_id"),

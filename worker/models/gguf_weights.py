@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, TensorNameMap, get_tensor_name_map
 from gguf.quants import dequantize
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common.errors import ModelError
@@ -53,7 +54,10 @@ def write_weights(file: GGUFFile, config: dict[str, Any], folder: Path, on_bytes
             values[weight.name] = parts[0] if len(parts) == 1 else _concatenate(parts)
             done += weight.stored_bytes
             on_bytes(done, total)
-        save_file(values, folder / title, metadata={"format": "pt"})
+        try:
+            save_file(values, folder / title, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, among others
+            raise ModelError(f"{title} cannot be written: {error}") from error
         weight_map |= dict.fromkeys(values, title)
         total_bytes += sum(value.numel() * value.element_size() for value in values.values())
     if len(shards) > 1:
