@@ -1,6 +1,9 @@
 """Identifiers. All of them are random, so that none can be guessed and none collides after a restart."""
 
+import re
 import secrets
+
+_TOPIC = re.compile(r"p/[0-9a-f]{16}/")
 
 
 def new_request_id(prefix: str = "req") -> str:
@@ -24,3 +27,8 @@ def new_incarnation() -> str:
 def new_seed() -> int:
     """Return a seed for a request that brought none, 63 bits so that msgpack and int64 tensors both hold it."""
     return secrets.randbits(63)
+
+
+def is_topic(text: str) -> bool:
+    """Return whether `text` has the form of a topic."""
+    return _TOPIC.fullmatch(text) is not None

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import msgpack
 
 from common.errors import ErrorCode, WireError
+from common.ids import is_topic
 from common.params import SamplingParams
 
 VERSION = 1
@@ -117,8 +118,13 @@ def _params(value: Any) -> SamplingParams:
     return params
 
 
+def _topic(value: Any) -> str:
+    if not isinstance(value, str) or not is_topic(value):
+        raise ValueError("expected a topic")
+    return value
+
+
 _REQUEST_ID = _text(128)
-_TOPIC = _text(32)
 _COUNT = _integer(0, 2**53)
 
 
@@ -211,7 +217,7 @@ class Submit:
 
     TYPE: ClassVar[str] = "submit"
     id: str = _wire(_REQUEST_ID)
-    topic: str = _wire(_TOPIC)
+    topic: str = _wire(_topic)
     prompt_ids: list[int] = _wire(_token_ids(MAX_TOKENS))
     params: SamplingParams = _wire(_params)
     max_tokens: int = _wire(_integer(1, MAX_TOKENS))
@@ -246,7 +252,7 @@ class Resync:
     """web → worker: something was missed on this topic; send again what follows for these requests."""
 
     TYPE: ClassVar[str] = "resync"
-    topic: str = _wire(_TOPIC)
+    topic: str = _wire(_topic)
     incarnation: str = _wire(_text(64))
     requests: list[Have] = _wire(_list_of(lambda value: _unpack(Have, value), 1_000_000))
 
