@@ -93,6 +93,19 @@ def test_user_defined_pieces_are_whole_whatever_the_scores_say(tmp_path: Path):
     assert tokenizer.encode("a  a").ids[2] == 259
 
 
+def test_phi_3_swallows_the_line_break_after_a_special_token(tmp_path: Path):
+    """Its template writes one there that the model never saw in training."""
+    values = sentencepiece({"a": -1.0, "▁": -2.0, "▁a": -3.0})
+    values["tokens"][2] = "<|end|>"
+    file = GGUFFile(
+        {f"tokenizer.ggml.{key}": value for key, value in values.items()} | {"general.architecture": "phi3"}, {}
+    )
+    write_tokenizer(file, read_vocabulary(file), 128, tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = tokenizer.encode("a<|end|>\n a").ids
+    assert [tokenizer.id_to_token(i) for i in ids] == ["<s>", "▁a", "<|end|>", "▁a"]
+
+
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [

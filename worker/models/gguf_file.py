@@ -89,7 +89,7 @@ class _Cursor:
             offset = start + length_at(data, offset)[0]
             if offset > end:
                 raise ValueError("a string goes past the end")
-            found.append(data[start:offset].decode("utf-8", errors="surrogateescape"))
+            found.append(data[start:offset].decode("utf-8"))
         self.offset = offset
         return found
 

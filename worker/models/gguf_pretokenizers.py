@@ -15,6 +15,10 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{tail}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{tail}}"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -65,10 +69,15 @@ _BY_NAME = {
     "llama3": _LLAMA3_LIKE,
     "llama-v3": _LLAMA3_LIKE,
     "llama-bpe": _LLAMA3_LIKE,
+    "falcon3": _LLAMA3_LIKE,
+    "falcon-h1": _LLAMA3_LIKE,
+    "pixtral": _LLAMA3_LIKE,
+    "lfm2": _LLAMA3_LIKE,
     "dbrx": PreTokenizer((_LLAMA3,)),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "qwen2": _QWEN2_LIKE,
     "deepseek-r1-qwen": _QWEN2_LIKE,
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "stablelm2": PreTokenizer((_QWEN2,)),
     "smollm": _DIGITS_GPT2,
     "starcoder": _DIGITS_GPT2,

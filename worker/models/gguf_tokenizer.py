@@ -150,7 +150,7 @@ def _byte_level_bpe(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenizer, 
         tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = cut.build()
     tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, vocabulary.tokens, vocabulary.types, normalized=False)
+    _add_tokens(tokenizer, vocabulary.tokens, vocabulary.types)
     return tokenizer, cut.add_bos
 
 
@@ -196,7 +196,9 @@ def _sentencepiece_bpe(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenize
     if prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
-    _add_tokens(tokenizer, tokens, types, normalized=True)
+    # with a prefix the normalizer would put one before the piece that is looked for, too
+    eats_spaces = file.metadata.get("general.architecture") == "phi3"
+    _add_tokens(tokenizer, tokens, types, normalized=not prefix, eats_spaces=eats_spaces)
     return tokenizer, True
 
 
@@ -223,16 +225,29 @@ def _merges(tokens: Sequence[str], scores: np.ndarray, types: np.ndarray) -> lis
 # --- both -----------------------------------------------------------------------------------------------------------
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: np.ndarray, normalized: bool) -> None:
+def _add_tokens(
+    tokenizer: Tokenizer,
+    tokens: Sequence[str],
+    types: np.ndarray,
+    normalized: bool = False,
+    eats_spaces: bool = False,
+) -> None:
     """Make control tokens special and user-defined tokens whole; all have their place in the vocabulary already.
 
-    `normalized`: user-defined tokens are looked for after the normalizer.
+    `normalized`: user-defined tokens are looked for after the normalizer. `eats_spaces`: whitespace after a control
+    token belongs to it, as in Phi-3, whose template puts a line break there; the file does not say so.
     """
     kinds = types.tolist()
     # the unknown token is special too: it never belongs in an answer
     special = [i for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)]
     user_defined = [i for i, kind in enumerate(kinds) if kind == _USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(tokens[i], special=True, normalized=False) for i in special])
+    plain = {"<unk>", "<s>", "<|endoftext|>"}
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(tokens[i], special=True, normalized=False, rstrip=eats_spaces and tokens[i] not in plain)
+            for i in special
+        ]
+    )
     tokenizer.add_tokens([AddedToken(tokens[i], special=False, normalized=normalized) for i in user_defined])
 
 
