@@ -102,7 +102,8 @@ class Server:
 
     def curl_line(self, model: str) -> str:
         """Return a command that streams a chat answer."""
-        body = {"model": model, "messages": [{"role": "user", "content": "Hello! Who are you?"}], "stream": True}
+        messages = [{"role": "user", "content": "Hello! Who are you?"}]
+        body = {"model": model, "messages": messages, "max_tokens": 128, "stream": True}
         return (
             f"curl -N {self.url}/v1/chat/completions -H 'Content-Type: application/json' "
             f"-d '{json.dumps(body, ensure_ascii=False)}'"

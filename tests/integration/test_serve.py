@@ -42,7 +42,11 @@ def test_the_printed_line_works_as_it_stands(serve):
     """--port 0 takes a free port and prints the real one; the curl line pasted into a shell streams an answer."""
     running = serve("--port", "0").wait_ready()
     result = subprocess.run(
-        [*shlex.split(running.curl_line()), "-sS"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        [*shlex.split(running.curl_line()), "-sS", "--fail-with-body"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
     )
     events = [line.removeprefix("data: ") for line in result.stdout.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
