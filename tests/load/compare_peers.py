@@ -187,11 +187,11 @@ def ratios(measurements: Sequence[Measurement], peer: str, concurrency: int) -> 
     return [ours / theirs for ours, theirs in pairs if ours and theirs]
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], unit: str = "") -> str:
     """Median and range as text."""
     if not values:
         return "–"
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+    return f"{statistics.median(values):.2f}{unit} ({min(values):.2f}–{max(values):.2f})"
 
 
 def results_table(measurements: Sequence[Measurement]) -> Table:
@@ -199,12 +199,13 @@ def results_table(measurements: Sequence[Measurement]) -> Table:
     table = Table(title="Median over repeats (range)")
     for column in ("server", "c", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "failed", "short", "tokenloom is"):
         table.add_column(column, justify="left" if column == "server" else "right")
-    for concurrency, name in sorted({(m.concurrency, m.server) for m in measurements}, reverse=True):
+    in_order = dict.fromkeys((m.concurrency, m.server) for m in measurements)
+    for concurrency, name in sorted(in_order, key=lambda row: -row[0]):
         group = [m for m in measurements if (m.concurrency, m.server) == (concurrency, name)]
         figures = [m.figures for m in group]
         times = [spread([f[key]["p50"] * 1000 for f in figures if f[key]]) for key in ("ttft_s", "tpot_s")]
         counts = [str(sum(f[key] for f in figures)) for key in ("failed", "short_outputs")]
-        ratio = "" if name == OURS else spread(ratios(measurements, name, concurrency)) + " ×"
+        ratio = "" if name == OURS else spread(ratios(measurements, name, concurrency), " ×")
         table.add_row(name, str(concurrency), spread([rate(m) for m in group]), *times, *counts, ratio)
     return table
 
