@@ -3,36 +3,21 @@
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.history_runner import expected_tokens
-from tests.support.link_rig import Rig, Stream, check_whole
+from tests.support.fake_runner import expected_tokens
+from tests.support.link_rig import VOCAB_SIZE, MakeRig, Stream, check_whole, rig_maker
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
-MakeRig = Callable[..., Rig]
-
 
 @pytest.fixture(params=["gevent", "gthread"])
 def make_rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeRig]:
-    rigs: list[Rig] = []
-
-    def make(web: dict[str, Any] | None = None, worker: dict[str, Any] | None = None) -> Rig:
-        rig = Rig(tmp_path, request.param, web or {}, worker or {})
-        rigs.append(rig)
-        rig.start_worker()
-        rig.start_web()
-        rig.wait_ready()
-        return rig
-
-    yield make
-    for rig in rigs:
-        rig.close()
+    yield from rig_maker(tmp_path, request.param)
 
 
 def test_two_hundred_streams_at_once_are_each_whole(make_rig: MakeRig) -> None:
@@ -61,7 +46,7 @@ def test_several_answers_in_one_stream(make_rig: MakeRig) -> None:
 
 def test_requests_that_come_early_on_a_kept_alive_connection_are_answered(make_rig: MakeRig) -> None:
     """Data of the next request arrives while the first is streamed: it is no hang-up, and is answered in turn."""
-    rig = make_rig(worker={"step_s": 0.01})
+    rig = make_rig(worker={"step_delay_s": 0.01})
     body = json.dumps({"prompt_ids": [5], "max_tokens": 30, "stream": False})
     head = (
         f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -76,7 +61,7 @@ def test_requests_that_come_early_on_a_kept_alive_connection_are_answered(make_r
             assert data, received
             received += data
     assert received.count(b"HTTP/1.1 200") == 2
-    assert json.dumps(expected_tokens([5], 0, 30)[-1]).encode() in received
+    assert json.dumps(expected_tokens([5], 30, VOCAB_SIZE)[-1]).encode() in received
 
 
 def test_no_worker_is_503_and_a_late_one_is_used(make_rig: MakeRig) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ import psutil
 from common.config import WebConfig
 from common.ids import new_topic
 from common.wire import Heartbeat, decode_to_web
-from tests.support.history_runner import expected_tokens
+from tests.support.fake_runner import expected_tokens
 from tests.support.processes import ROOT, end_family, free_port, wait_for
 from web.link.socket import WorkerSocket
 
 WAIT_S = 20.0
+VOCAB_SIZE = 1000
 
 
 class Observer:
@@ -109,7 +110,7 @@ class Rig:
     def __init__(self, folder: Path, worker_class: str, web: dict[str, Any], worker: dict[str, Any]):
         self.folder = folder
         self.port = free_port()
-        self._worker_settings = worker
+        self._worker = worker
         self.config = WebConfig(
             submit_endpoint=f"ipc://{folder}/submit.sock",
             publish_endpoint=f"ipc://{folder}/publish.sock",
@@ -136,9 +137,10 @@ class Rig:
 
     def start_worker(self) -> None:
         """Start the worker process."""
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self._worker_settings.items()]
-        command = [sys.executable, "-m", "tests.support.link_worker_process", *flags]
-        self.worker = self._start(command, self._environment())
+        settings = {"max_batch_size": 256, "subscriber_grace_s": 0.5, "heartbeat_interval_s": 0.1, **self._worker}
+        settings |= {name: getattr(self.config, name) for name in ("submit_endpoint", "publish_endpoint")}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        self.worker = self._start([sys.executable, "-m", "tests.support.fake_worker", *flags], self._environment())
 
     def start_web(self) -> None:
         """Start Gunicorn with the link's own application."""
@@ -215,6 +217,26 @@ class Rig:
 
 def check_whole(stream: Stream, prompt_ids: list[int], max_tokens: int, n: int = 1) -> None:
     """Assert that a stream holds exactly the tokens that the model gives for this prompt, and one proper end."""
-    assert stream.ids == [expected_tokens(prompt_ids, 0, max_tokens)] * n
+    assert stream.ids == [expected_tokens(prompt_ids, max_tokens, VOCAB_SIZE)] * n
     assert stream.ends == ["length"] * n
     assert stream.done
+
+
+MakeRig = Callable[..., Rig]
+
+
+def rig_maker(folder: Path, worker_class: str) -> Iterator[MakeRig]:
+    """Yield a function that starts a worker and a web process with given settings; end them all afterwards."""
+    rigs: list[Rig] = []
+
+    def make(web: dict[str, Any] | None = None, worker: dict[str, Any] | None = None) -> Rig:
+        rig = Rig(folder, worker_class, web or {}, worker or {})
+        rigs.append(rig)
+        rig.start_worker()
+        rig.start_web()
+        rig.wait_ready()
+        return rig
+
+    yield make
+    for rig in rigs:
+        rig.close()

@@ -14,7 +14,8 @@ from common.config import WebConfig
 from common.wire import MAX_MESSAGE_BYTES
 
 SEND_HWM_MESSAGES = 1000
-RECEIVE_HWM_MESSAGES = 1000
+RECEIVE_HWM_MESSAGES = 100
+"""Batches beyond it stay with the worker, which merges them."""
 RECONNECT_MS = 50
 CLOSE_LINGER_MS = 100
 """How long the last cancels may take to leave when the process stops."""
