@@ -153,7 +153,7 @@ def test_make_alone_lists_the_targets(clone):
     """The first thing a person tries explains the rest."""
     shown = subprocess.run(["make"], cwd=clone, env=clean_env(), capture_output=True, text=True, timeout=TIMEOUT_S)
     for target in ("serve", "test", "lint", "test-unit", "chaos", "load", "bench-peers", "clean"):
-        assert re.search(rf"^  {target} ", shown.stdout, re.MULTILINE), target
+        assert re.search(rf"^ +{target} ", shown.stdout, re.MULTILINE), target
 
 
 def test_another_python_is_refused_with_a_clear_line(clone, tmp_path):
