@@ -77,7 +77,7 @@ def test_frozen_worker_costs_a_pause(make_rig: MakeRig) -> None:
     stream = rig.stream([3], 400).read(10)
     assert rig.worker is not None
     rig.worker.send_signal(signal.SIGSTOP)
-    wait_for(lambda: not rig.state()["ready"], 10, "an unready web process")
+    wait_for(lambda: not rig.ready(), 10, "an unready web process")
     assert rig.ask([1], 5).getresponse().status == 503
     rig.worker.send_signal(signal.SIGCONT)
     check_whole(stream.read(), [3], 400)

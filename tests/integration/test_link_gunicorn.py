@@ -68,7 +68,7 @@ def test_no_worker_is_503_and_a_late_one_is_used(make_rig: MakeRig) -> None:
     """While there is no worker every request is refused with 503, at once; when one comes nothing needs a restart."""
     rig = make_rig(web={"heartbeat_timeout_s": 0.5})
     rig.kill_worker()
-    wait_for(lambda: not rig.state()["ready"], 10, "an unready web process")
+    wait_for(lambda: not rig.ready(), 10, "an unready web process")
     for _ in range(3):
         assert rig.ask([1], 5).getresponse().status == 503
     rig.start_worker()

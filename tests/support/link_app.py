@@ -28,6 +28,10 @@ def create_app() -> Flask:
     def state() -> ResponseReturnValue:
         return {"pid": os.getpid(), "ready": link.ready, "why": link.why_not_ready(), "open": link.open_requests}
 
+    @app.get("/ready")
+    def ready() -> ResponseReturnValue:
+        return {}, 200 if link.ready else 503
+
     @app.post("/generate")
     def generate() -> ResponseReturnValue:
         body = request.get_json()

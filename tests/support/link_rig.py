@@ -107,8 +107,9 @@ class Stream:
 class Rig:
     """Everything a test needs, in one folder of sockets."""
 
-    def __init__(self, folder: Path, worker_class: str, web: dict[str, Any], worker: dict[str, Any]):
+    def __init__(self, folder: Path, worker_class: str, web: dict[str, Any], worker: dict[str, Any], app: str):
         self.folder = folder
+        self._app = app
         self.port = free_port()
         self._worker = worker
         self.config = WebConfig(
@@ -143,10 +144,10 @@ class Rig:
         self.worker = self._start([sys.executable, "-m", "tests.support.fake_worker", *flags], self._environment())
 
     def start_web(self) -> None:
-        """Start Gunicorn with the link's own application."""
+        """Start Gunicorn with the application."""
         settings = {f"TOKENLOOM_{name.upper()}": str(getattr(self.config, name)) for name in self._settings}
         command = [sys.executable, "-m", "gunicorn", "-c", "python:web.gunicorn_conf"]
-        self.web = self._start([*command, "tests.support.link_app:create_app()"], {**self._environment(), **settings})
+        self.web = self._start([*command, self._app], {**self._environment(), **settings})
 
     def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(command, env=env, cwd=ROOT, stdout=self._log, stderr=self._log, text=True)
@@ -166,7 +167,11 @@ class Rig:
 
     def wait_ready(self) -> None:
         """Wait until the web process would take a call."""
-        wait_for(lambda: self.state().get("ready"), WAIT_S, "a ready web process")
+        wait_for(self.ready, WAIT_S, "a ready web process")
+
+    def ready(self) -> bool:
+        """Whether the web process answers that it is ready."""
+        return self.get("/ready")[0] == 200
 
     def log(self) -> str:
         return (self.folder / "log").read_text()
@@ -186,21 +191,29 @@ class Rig:
 
     def state(self) -> dict[str, Any]:
         """What the web process says of itself; empty when it does not answer."""
+        state: dict[str, Any] = json.loads(self.get("/state")[1])
+        return state
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """GET a path: status and body; (0, {}) when nobody answers."""
         connection = self.connect()
         try:
-            connection.request("GET", "/state")
-            state: dict[str, Any] = json.loads(connection.getresponse().read())
-            return state
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
         except (OSError, http.client.HTTPException):
-            return {}
+            return 0, b"{}"
         finally:
             connection.close()
 
     def ask(self, prompt_ids: list[int], max_tokens: int, **more: Any) -> http.client.HTTPConnection:
         """Send a request and return its connection, without waiting for an answer."""
+        return self.post("/generate", {"prompt_ids": prompt_ids, "max_tokens": max_tokens, **more})
+
+    def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+        """Send a request with a JSON body and return its connection, without waiting for an answer."""
         connection = self.connect()
-        body = {"prompt_ids": prompt_ids, "max_tokens": max_tokens, **more}
-        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return connection
 
     def stream(self, prompt_ids: list[int], max_tokens: int, **more: Any) -> Stream:
@@ -225,12 +238,15 @@ def check_whole(stream: Stream, prompt_ids: list[int], max_tokens: int, n: int =
 MakeRig = Callable[..., Rig]
 
 
-def rig_maker(folder: Path, worker_class: str) -> Iterator[MakeRig]:
+LINK_APP = "tests.support.link_app:create_app()"
+
+
+def rig_maker(folder: Path, worker_class: str, app: str = LINK_APP) -> Iterator[MakeRig]:
     """Yield a function that starts a worker and a web process with given settings; end them all afterwards."""
     rigs: list[Rig] = []
 
     def make(web: dict[str, Any] | None = None, worker: dict[str, Any] | None = None) -> Rig:
-        rig = Rig(folder, worker_class, web or {}, worker or {})
+        rig = Rig(folder, worker_class, web or {}, worker or {}, app)
         rigs.append(rig)
         rig.start_worker()
         rig.start_web()
