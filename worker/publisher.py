@@ -235,7 +235,7 @@ class Publisher:
             self._mark_told(topic, record, upto, now)
 
     def _mark_told(self, topic: _Topic, record: _Record, upto: int, now: float) -> None:
-        record.told, record.accepted_told = upto, True
+        record.told, record.accepted_told = upto, record.accepted
         if upto == len(record.ids):
             del topic.untold[record.id]
             if record.end is not None and self._records.get(record.id) is record:
