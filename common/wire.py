@@ -95,6 +95,8 @@ def _map_of(check: Check, limit: int) -> Check:
 def _scalar(value: Any) -> Any:
     if value is not None and not isinstance(value, (str, int, float, bool)):
         raise ValueError("expected a scalar")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected a finite number")
     return value
 
 
