@@ -1,11 +1,11 @@
 """Attention over the paged KV cache, registered with transformers under the name PAGED.
 
-Owns the keys and values of every layer. A model's attention layers call `paged_attention`, which finds the cache and the
-step in the keyword arguments that the runner gave to the model. Plain torch operators, so it runs on any device.
+Owns the keys and values of every layer. A model's attention layers call `paged_attention`, which finds the cache and
+the step in the keyword arguments that the runner gave to the model. Plain torch operators, so it runs on any device.
 
-Batch invariance: the bits of a token's result depend neither on the other rows of the step nor on whether it is computed
-in a decode, a chunk or one long prefill. Matrix products keep that promise on CPUs when (measured with MKL, float32)
-they have at least 16 rows, and when no sum is so long that it is split differently for different lengths: scores sum
+Batch invariance: the bits of a token's result depend neither on the other rows of the step nor on whether it is
+computed in a decode, a chunk or one long prefill. Matrix products keep that promise on CPUs when (measured with MKL,
+float32) they have at least 16 rows, and when no sum is so long that it is split differently for different lengths: scores sum
 over head_dim, which is short, and the weighted sum over values is made in tiles of CONTEXT_TILE_TOKENS. Padding adds
 exact zeros.
 """
@@ -86,7 +86,7 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write this step's keys and values and attend through the block tables (an AttentionInterface function).
 
-    query [1, num_heads, T, head_dim], key and value [1, num_kv_heads, T, head_dim]; returns [1, T, num_heads, head_dim].
+    query [1, num_heads, T, head_dim], key and value [1, num_kv_heads, T, head_dim]; gives [1, T, num_heads, head_dim].
     Raises ModelError when the layer asks for something that this attention does not do.
     """
     if kv_cache is None or step is None:
@@ -129,7 +129,7 @@ class _Heads:
         self._scale, self._softcap, self._sinks = scale, softcap, sinks
 
     def decode(self, group: DecodeGroup, out: torch.Tensor) -> None:
-        """Attend from one token of each of B requests; all at once. Fills their rows of out [T, num_heads, head_dim]."""
+        """Attend from one token of each of B requests at once. Fills their rows of out [T, num_heads, head_dim]."""
         batch, context = group.hidden.shape
         rows = max(self._fold, MIN_ROWS)
         query = self._query.new_zeros((self._num_kv_heads, batch, rows, self._query.shape[-1]))

@@ -8,6 +8,7 @@ int8    weights int8 per output channel, activations int8 per row, sums int32.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.nn.functional import linear, pad
@@ -88,10 +89,21 @@ PACKERS: dict[str, Packer] = {"none": PaddedLinear, "fp16": Fp16Linear, "int8": 
 
 def pack_linear_layers(model: torch.nn.Module, mode: str) -> None:
     """Replace every linear layer of a float32 model on the CPU. `mode` is a key of PACKERS."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, (torch.nn.Linear, Conv1D)):
-                setattr(module, name, _pack(child, mode))
+    places = [
+        (module, name)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, (torch.nn.Linear, Conv1D))
+    ]
+
+    def replace(place: tuple[torch.nn.Module, str]) -> None:
+        # Looked up here and not held anywhere else, so that each float copy is freed as soon as it is packed.
+        module, name = place
+        setattr(module, name, _pack(getattr(module, name), mode))
+
+    # Packing runs on one thread per layer and lets go of the interpreter lock.
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(replace, places))
 
 
 def _pack(layer: torch.nn.Linear | Conv1D, mode: str) -> torch.nn.Module:

@@ -1,7 +1,7 @@
 """The tensors of one step's attention: where keys and values are written, and which of them each token may read.
 
-Built once per step from a StepBatch (once per distinct sliding window), shared by all layers. Plain torch on any device;
-runs on the engine thread. Nothing here depends on a model's layers, and nothing is computed from keys and values.
+Built once per step from a StepBatch (once per distinct sliding window), shared by all layers. Plain torch on any
+device; runs on the engine thread. Nothing here depends on a model's layers or is computed from keys and values.
 
 Every index points at a slot that this step's own request has written. Positions past a token's own are pointed at that
 token itself and masked, so what another request left in a block, NaN among it, is never read.

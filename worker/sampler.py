@@ -82,7 +82,7 @@ def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
         cutoffs[limited] = torch.maximum(cutoffs[limited], limits)
     weights = torch.where(scores >= cutoffs[:, None], torch.exp(scores), 0.0)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     uniforms = torch.tensor([[uniform(row.params.seed, row.index)] for row in rows], dtype=torch.float64, device=device)
     tokens = torch.searchsorted(cumulative, uniforms * total, right=True)
     # Rounding may put the product at the very end, past the last token with any weight.
