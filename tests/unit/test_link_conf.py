@@ -30,7 +30,7 @@ def test_address_with_colons_is_bracketed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_limits_leave_room_for_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gunicorn must not cut what the link still ends with an answer, nor leave connections unaccepted below our limit."""
+    """Gunicorn must not cut what the link still ends with an answer, nor stop accepting below our limit."""
     names = settings(monkeypatch, graceful_timeout_s="12.5", max_open_requests="2000")
     assert names["graceful_timeout"] > 12.5
     assert names["worker_connections"] > 2000

@@ -1,5 +1,6 @@
 """The reader's clock and its rounds, with a wire and a clock that the test holds."""
 
+import threading
 import time
 
 import pytest
@@ -101,6 +102,19 @@ def test_more_than_a_round_takes_is_read_without_waiting() -> None:
     assert registry.refusal() is not None  # the sweep has not run
     reader.round()
     assert registry.refusal() is None
+
+
+def test_an_endless_flood_lets_others_run() -> None:
+    """While messages come without a pause the requests they are for must get their turn, also under gevent."""
+    wire, registry, _ = make()
+    wire.wait = lambda timeout_s: None  # type: ignore[method-assign]
+    wire.receive = lambda limit: [encode(heartbeat())]  # type: ignore[method-assign]
+    reader = Reader(wire, registry, lambda: None)
+    stopper = threading.Timer(0.2, reader.stop)
+    stopper.start()
+    reader.start()
+    stopper.join(10)
+    assert not stopper.is_alive()
 
 
 def test_link_ends_open_calls_when_its_drain_time_is_over() -> None:

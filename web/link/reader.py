@@ -82,13 +82,14 @@ class Reader:
         now = self._clock()
         self._now += min(now - self._read_s, MAX_ROUND_S)
         self._read_s = now
-        if len(messages) == ROUND_MESSAGES:
-            # More may be there, so it is too early to judge. Sleeping lets others run: under gevent nothing else would.
-            time.sleep(0)
-        elif now - self._ticked_s >= TICK_S:
+        # A full round may not have been all, and it is too early to judge.
+        if len(messages) < ROUND_MESSAGES and now - self._ticked_s >= TICK_S:
             self._ticked_s = now
             self._registry.sweep(self._now, self._wire.can_send())
             self._on_tick()
+        if messages:
+            # When messages keep coming, `wait` never waits; under gevent nobody else would ever run.
+            time.sleep(0)
 
     def _take(self, data: bytes) -> None:
         try:
