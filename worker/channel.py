@@ -48,7 +48,7 @@ class Endpoints:
     The lock is the kernel's (flock), so it goes with its process however that ends; its file stays.
     """
 
-    _locks: list[int] = field(default_factory=list)
+    _claimed: list[tuple[Path, int]] = field(default_factory=list)
 
     def claim(self, key: str, endpoint: str) -> None:
         """Prepare the folder of an ipc:// endpoint and lock it. Raises ConfigError(key) when it cannot be had."""
@@ -65,18 +65,21 @@ class Endpoints:
             raise ConfigError(key, f"{error.filename or path}: {error.strerror}") from None
 
     def release(self) -> None:
-        """Let another worker have the endpoints."""
-        while self._locks:
-            os.close(self._locks.pop())
+        """Remove the sockets' files and let another worker have their place."""
+        while self._claimed:
+            path, lock = self._claimed.pop()
+            path.unlink(missing_ok=True)
+            os.close(lock)
 
     def _lock(self, key: str, path: Path) -> None:
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        self._locks.append(lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+            os.close(lock)
             raise ConfigError(key, f"another worker (process {owner}) is running at {path}") from None
+        self._claimed.append((path, lock))
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
 

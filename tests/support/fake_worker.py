@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from common.config import WorkerConfig, load
+from common.errors import ConfigError
 from common.wire import ModelInfo
 from tests.support.fake_runner import EOS_TOKEN_ID, FakeRunner
 from tests.support.processes import ROOT
@@ -24,7 +25,8 @@ def start_fake_worker(submit_endpoint: str, publish_endpoint: str, **settings: A
     """Start a worker process; settings are its flags by name. The caller ends it. Its stderr goes to a pipe."""
     command = [sys.executable, "-m", "tests.support.fake_worker"]
     for name, value in {"submit_endpoint": submit_endpoint, "publish_endpoint": publish_endpoint, **settings}.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
+        for item in value if isinstance(value, list) else [value]:
+            command += [f"--{name.replace('_', '-')}", str(item)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("TOKENLOOM_")} | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -80,7 +82,11 @@ def main() -> int:
             "stuck_limit_s",
         )
     }
-    return run_worker(load(WorkerConfig, settings), lambda config: build(args))
+    try:
+        return run_worker(load(WorkerConfig, settings), lambda config: build(args))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
