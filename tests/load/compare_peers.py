@@ -194,16 +194,21 @@ def spread(values: Sequence[float], unit: str = "") -> str:
     return f"{statistics.median(values):.2f}{unit} ({min(values):.2f}–{max(values):.2f})"
 
 
+def median_ms(times_s: Sequence[float]) -> str:
+    """Median in milliseconds as text."""
+    return f"{statistics.median(times_s) * 1000:.0f}" if times_s else "–"
+
+
 def results_table(measurements: Sequence[Measurement]) -> Table:
     """A row a server and concurrency: medians over the repeats, with the range in parentheses."""
     table = Table(title="Median over repeats (range)")
     for column in ("server", "c", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "failed", "short", "tokenloom is"):
-        table.add_column(column, justify="left" if column == "server" else "right")
+        table.add_column(column, justify="left" if column == "server" else "right", no_wrap=True)
     in_order = dict.fromkeys((m.concurrency, m.server) for m in measurements)
     for concurrency, name in sorted(in_order, key=lambda row: -row[0]):
         group = [m for m in measurements if (m.concurrency, m.server) == (concurrency, name)]
         figures = [m.figures for m in group]
-        times = [spread([f[key]["p50"] * 1000 for f in figures if f[key]]) for key in ("ttft_s", "tpot_s")]
+        times = [median_ms([f[key]["p50"] for f in figures if f[key]]) for key in ("ttft_s", "tpot_s")]
         counts = [str(sum(f[key] for f in figures)) for key in ("failed", "short_outputs")]
         ratio = "" if name == OURS else spread(ratios(measurements, name, concurrency), " ×")
         table.add_row(name, str(concurrency), spread([rate(m) for m in group]), *times, *counts, ratio)
@@ -271,7 +276,8 @@ def compare(
 def main() -> int:
     """Measure, print, and return 1 when a request failed or came out short: such rows do not compare."""
     options = parse_options()
-    console = Console()
+    # A table cut to 80 columns would lose its figures where the output goes to a file.
+    console = Console(width=max(120, Console().width))
     folder = resolve_model(load(WorkerConfig, {"model": options.model}), lambda progress: None).path
     measurements = compare(build_servers(folder, options), folder, options, console)
     console.print(results_table(measurements))
