@@ -201,8 +201,8 @@ def median_ms(times_s: Sequence[float]) -> str:
 
 def results_table(measurements: Sequence[Measurement]) -> Table:
     """A row a server and concurrency: medians over the repeats, with the range in parentheses."""
-    table = Table(title="Median over repeats (range)")
-    for column in ("server", "c", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "failed", "short", "tokenloom is"):
+    table = Table(title="Medians over repeats (range); TTFT and TPOT are p50")
+    for column in ("server", "c", "output tok/s", "TTFT ms", "TPOT ms", "failed", "short", "tokenloom is"):
         table.add_column(column, justify="left" if column == "server" else "right", no_wrap=True)
     in_order = dict.fromkeys((m.concurrency, m.server) for m in measurements)
     for concurrency, name in sorted(in_order, key=lambda row: -row[0]):
@@ -276,8 +276,8 @@ def compare(
 def main() -> int:
     """Measure, print, and return 1 when a request failed or came out short: such rows do not compare."""
     options = parse_options()
-    # A table cut to 80 columns would lose its figures where the output goes to a file.
-    console = Console(width=max(120, Console().width))
+    # A narrower table would lose its figures where the output goes to a file.
+    console = Console(width=max(132, Console().width))
     folder = resolve_model(load(WorkerConfig, {"model": options.model}), lambda progress: None).path
     measurements = compare(build_servers(folder, options), folder, options, console)
     console.print(results_table(measurements))
