@@ -15,9 +15,12 @@ SIDES = ("common", "web", "worker", "cli")
 TORCH_HALF = {
     "worker.assemble",
     "worker.attention",
+    "worker.attention_step",
     "worker.linear",
+    "worker.memory",
     "worker.model_loader",
     "worker.models.gguf_weights",
+    "worker.paged",
     "worker.runner",
     "worker.sampler",
 }
