@@ -1,72 +1,133 @@
-"""Attention over the paged KV cache, registered with transformers under the name PAGED.
+"""Attention over the paged KV cache, as one of transformers' attention functions, and the tensors of that cache.
 
-Owns the keys and values of every layer. A model's attention layers call `paged_attention`, which finds the cache and
-the step in the keyword arguments that the runner gave to the model. Plain torch operators, so it runs on any device.
+A step reaches this module through the model's keyword arguments (`attention_step`, `kv_cache`); each decoder layer
+calls `paged_attention` with its own queries, keys and values. Plain torch operations on whatever device the cache is.
+Runs on the engine thread. Never decides what a step computes.
 
-Batch invariance: the bits of a token's result depend neither on the other rows of the step nor on whether it is
-computed in a decode, a chunk or one long prefill. Matrix products keep that promise on CPUs when (measured with MKL,
-float32) they have at least 16 rows, and when no sum is so long that it is split differently for different lengths: scores sum
-over head_dim, which is short, and the weighted sum over values is made in tiles of CONTEXT_TILE_TOKENS. Padding adds
-exact zeros.
+The bits of a token's result depend neither on the other tokens of the step nor on whether it was computed in a decode
+step, a chunk or a long prefill. Matrix products on the CPU give the same bits for a row when they have at least 16
+rows, and for a sum over the context when it is cut into pieces of fixed length; hence ROW_MULTIPLE and PIECE.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
 from common.errors import ConfigError, ModelError
-from worker.paged import CONTEXT_TILE_TOKENS, DecodeGroup, PrefillSegment, StepContext
+from worker.attention_step import AttentionStep, TileGroup
 
-PAGED = "tokenloom_paged"
-"""The name under which transformers knows this attention."""
+ROW_MULTIPLE = 16
+"""Query rows of a matrix product are padded to a multiple of this."""
 
-MIN_ROWS = 16
-MAX_SCORES = 1 << 25
-"""Scores that exist at one time in a prefill, per step of its loop over query tokens: 128 MiB in float32."""
-
-# What layers pass that is the same for all or says nothing new. Anything else that is set would be ignored silently.
-_HARMLESS = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
-    | {"is_causal", "position_embeddings", "logits_to_keep", "num_items_in_batch", "output_router_logits"}
-)
+PIECE = 128
+"""Context tokens that one matrix product sums over at most; the pieces are added in order."""
 
 
-class PagedKVCache:
-    """Keys and values of all layers: per layer two tensors [num_kv_heads, num_blocks × block_size, head_dim].
+@dataclass(frozen=True, slots=True)
+class AttentionImplementation:
+    """An attention that works with continuous batching.
 
-    A layer's tensors are made when it first writes, for only then are its shapes known. They are zeros that the system
-    hands out untouched, so memory is taken as blocks are used.
+    name: what transformers knows it by. device_types: where it runs. block_multiple: block_size must be a multiple.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
-        self._num_slots = num_blocks * block_size
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    name: str
+    device_types: frozenset[str]
+    block_multiple: int = 1
 
-    @property
-    def num_layers(self) -> int:
-        """Layers that have written so far."""
-        return len(self._layers)
+
+PAGED_TORCH = AttentionImplementation("paged_torch", frozenset({"cpu", "cuda"}))
+
+IMPLEMENTATIONS = (PAGED_TORCH,)
+"""In order of preference; `auto` takes the first that runs on the device."""
+
+
+def choose_attention(name: str, device_type: str, block_size: int) -> AttentionImplementation:
+    """Return the implementation that `--attn-implementation` names. Raises ConfigError that lists those that work."""
+    usable = [each for each in IMPLEMENTATIONS if device_type in each.device_types]
+    if name == "auto" and usable:
+        return usable[0]
+    for implementation in usable:
+        if implementation.name == name:
+            if block_size % implementation.block_multiple:
+                multiple = implementation.block_multiple
+                raise ConfigError("block_size", f"must be a multiple of {multiple} for the attention {name}")
+            return implementation
+    names = ", ".join(["auto", *(each.name for each in usable)])
+    raise ConfigError(
+        "attn_implementation", f"{name} does not work with continuous batching on {device_type}; these do: {names}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What a layer asked of attention the first time it called; heads and sizes fix its share of the cache."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    bytes_per_element: int
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers that have written so far."""
-        return sum(t.shape[0] * t.shape[2] * t.element_size() for pair in self._layers.values() for t in pair)
+        """Bytes of cache that one token takes in this layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.bytes_per_element
+
+
+@dataclass(slots=True)
+class PagedKVCache:
+    """Keys and values of every layer, in blocks of `block_size` tokens, plus one block of zeros that pads tables.
+
+    A layer's tensors are made at its first call: keys [kv_heads, num_blocks + 1, block_size, key_dim], values alike.
+    On the CPU memory that was never written is never touched.
+    """
+
+    num_blocks: int
+    block_size: int
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    calls: dict[int, LayerCall] = field(default_factory=dict)
 
     def write(
-        self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, window: int | None, step: AttentionStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the keys and values [num_kv_heads, T, head_dim] of T tokens; return all of the layer's."""
-        if layer not in self._layers:
-            self._layers[layer] = (self._empty(key), self._empty(value))
-        keys, values = self._layers[layer]
-        keys.index_copy_(1, slots, key)
-        values.index_copy_(1, slots, value)
-        return keys, values
+        """Store a step's keys [kv_heads, tokens, key_dim] and values in their slots; return the layer's tensors."""
+        if layer not in self.layers:
+            self.layers[layer] = (self._allocate(key), self._allocate(value))
+            self.calls[layer] = LayerCall(key.shape[0], key.shape[2], value.shape[2], window, key.element_size())
+        for stored, new in zip(self.layers[layer], (key, value), strict=True):
+            # Blocks start out with leftovers, or with whatever was in memory. They are read up to their end, hidden by
+            # the mask, and a hidden NaN would still spoil a sum.
+            if step.fresh_blocks.numel():
+                stored.index_fill_(1, step.fresh_blocks, 0)
+            stored.view(stored.shape[0], -1, stored.shape[3]).index_copy_(1, step.slots, new)
+        return self.layers[layer]
 
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((like.shape[0], self._num_slots, like.shape[2]), dtype=like.dtype, device=like.device)
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all layers that have called so far."""
+        return sum(call.bytes_per_token for call in self.calls.values())
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        tensor = like.new_empty(like.shape[0], self.num_blocks + 1, self.block_size, like.shape[2])
+        tensor[:, self.num_blocks].zero_()
+        return tensor
+
+
+_HARMLESS_ARGUMENTS = frozenset(
+    {
+        "cache_position",
+        "is_causal",  # checked below
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 
 
 def paged_attention(
@@ -75,141 +136,90 @@ def paged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    attention_step: AttentionStep | None = None,
     kv_cache: PagedKVCache | None = None,
-    step: StepContext | None = None,
-    **kwargs: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write this step's keys and values and attend through the block tables (an AttentionInterface function).
+    """Write this step's keys and values, and attend through the block tables.
 
-    query [1, num_heads, T, head_dim], key and value [1, num_kv_heads, T, head_dim]; gives [1, T, num_heads, head_dim].
-    Raises ModelError when the layer asks for something that this attention does not do.
+    query [1, heads, tokens, key_dim], key and value [1, kv_heads, tokens, dim]; returns [1, tokens, heads, value_dim].
+    softcap: scores become softcap * tanh(score / softcap) (Gemma 2). s_aux: one more logit per head that takes part in
+    the softmax and carries no value (attention sinks of gpt-oss). Raises ModelError for anything else a layer asks
+    that would change the result.
     """
-    if kv_cache is None or step is None:
-        raise ModelError(f"{type(module).__name__} does not pass the cache on to its attention")
-    unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
-    if unknown or attention_mask is not None or dropout or kwargs.get("is_causal") is False:
-        what = unknown or ["attention_mask, dropout or is_causal=False"]
-        raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(what)}, which is not supported")
+    if attention_step is None or kv_cache is None:
+        raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
+    _refuse_unsupported(module, attention_mask, dropout, others)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = kv_cache.write(layer, step.slots, key[0], value[0])
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    heads = _Heads(query[0], keys, values, scale, softcap, s_aux)
-    plan = step.plan(sliding_window)
-    out = query.new_empty((query.shape[2], query.shape[1], values.shape[2]))
-    for group in plan.decodes:
-        heads.decode(group, out)
-    for segment in plan.prefills:
-        heads.prefill(segment, out)
-    return out[None], None
+    keys, values = kv_cache.write(layer, key[0], value[0], sliding_window, attention_step)
+    tokens, heads = query.shape[2], query.shape[1]
+    query = query[0] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    query = query.view(keys.shape[0], heads // keys.shape[0], tokens, query.shape[-1])
+    sinks = None if s_aux is None else s_aux.float().view(keys.shape[0], 1, 1, -1, 1)
+    groups = attention_step.groups(sliding_window)
+    output = query.new_empty(tokens, heads, values.shape[-1])
+    for group in groups:
+        output.index_copy_(0, group.rows, _attend(query, keys, values, group, softcap, sinks))
+    return output[None], None
 
 
-class _Heads:
-    """One layer's attention in one step. Query heads that share a key head are folded into rows."""
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    group: TileGroup,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return [tiles * queries, heads, value_dim] for one group; query is [kv_heads, heads per kv head, tokens, dim].
 
-    def __init__(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ):
-        num_heads, _, head_dim = query.shape
-        self._num_kv_heads = keys.shape[0]
-        self._fold = num_heads // self._num_kv_heads
-        # [num_kv_heads, T, fold, head_dim]
-        self._query = query.view(self._num_kv_heads, self._fold, -1, head_dim).transpose(1, 2)
-        self._keys, self._values = keys, values
-        self._scale, self._softcap, self._sinks = scale, softcap, sinks
-
-    def decode(self, group: DecodeGroup, out: torch.Tensor) -> None:
-        """Attend from one token of each of B requests at once. Fills their rows of out [T, num_heads, head_dim]."""
-        batch, context = group.hidden.shape
-        rows = max(self._fold, MIN_ROWS)
-        query = self._query.new_zeros((self._num_kv_heads, batch, rows, self._query.shape[-1]))
-        query[:, :, : self._fold] = self._query[:, group.rows]
-        keys = self._keys.index_select(1, group.slots).view(self._num_kv_heads * batch, context, -1)
-        values = self._values.index_select(1, group.slots).view(self._num_kv_heads * batch, context, -1)
-        scores = torch.bmm(query.view(self._num_kv_heads * batch, rows, -1), keys.transpose(1, 2))
-        weights = self._weights(scores.view(self._num_kv_heads, batch, rows, context), group.hidden[None, :, None])
-        result = _weighted_sum(weights.view(self._num_kv_heads * batch, rows, context), values)
-        result = result.view(self._num_kv_heads, batch, rows, -1)[:, :, : self._fold]
-        out[group.rows] = result.transpose(0, 1).reshape(batch, -1, result.shape[-1])
-
-    def prefill(self, segment: PrefillSegment, out: torch.Tensor) -> None:
-        """Attend from consecutive tokens of one request. Fills their rows of out [T, num_heads, head_dim]."""
-        keys = self._keys.index_select(1, segment.slots)
-        values = self._values.index_select(1, segment.slots)
-        context = keys.shape[1]
-        length = segment.last - segment.first
-        part = max(1, MAX_SCORES // (self._num_kv_heads * self._fold * context))
-        for at in range(0, length, part):
-            hidden = segment.hidden[at : at + part]
-            first = segment.first + at
-            self._prefill_part(first, hidden, keys, values, out[first : first + hidden.shape[0]])
-
-    def _prefill_part(
-        self, first: int, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        length, context = hidden.shape
-        tokens = max(length, -(-MIN_ROWS // self._fold))
-        query = self._query[:, first : first + length]
-        if tokens > length:
-            query = torch.nn.functional.pad(query, (0, 0, 0, 0, 0, tokens - length))
-            hidden = torch.cat([hidden, hidden[-1:].expand(tokens - length, context)])
-        scores = torch.bmm(query.reshape(self._num_kv_heads, tokens * self._fold, -1), keys.transpose(1, 2))
-        weights = self._weights(scores.view(self._num_kv_heads, tokens, self._fold, context), hidden[None, :, None])
-        result = _weighted_sum(weights.view(self._num_kv_heads, tokens * self._fold, context), values)
-        result = result.view(self._num_kv_heads, tokens, self._fold, -1)[:, :length]
-        out.copy_(result.transpose(0, 1).reshape(length, -1, result.shape[-1]))
-
-    def _weights(self, scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn scores [num_kv_heads, N, rows, context] into attention weights, in place where it can."""
-        scores = scores.mul_(self._scale)
-        if self._softcap is not None:
-            scores = torch.tanh(scores / self._softcap) * self._softcap
-        scores = scores.masked_fill_(hidden, float("-inf"))
-        if self._sinks is None:
-            return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
-        # A sink is a learned score that takes its share of the softmax and gives nothing.
-        sinks = torch.zeros(scores.shape[0], 1, scores.shape[2], 1, dtype=scores.dtype, device=scores.device)
-        sinks[:, 0, : self._fold, 0] = self._sinks.view(-1, self._fold)
-        joined = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
-        return torch.softmax(joined, -1, dtype=torch.float32)[..., :-1].to(scores.dtype).contiguous()
-
-
-def _weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return weights [N, rows, context] times values [N, context, head_dim], summed tile by tile over the context."""
-    tile = CONTEXT_TILE_TOKENS
-    result = torch.bmm(weights[:, :, :tile], values[:, :tile])
-    for at in range(tile, values.shape[1], tile):
-        result = torch.baddbmm(result, weights[:, :, at : at + tile], values[:, at : at + tile])
-    return result
-
-
-AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
-
-IMPLEMENTATIONS: dict[str, AttentionFunction] = {PAGED: paged_attention}
-"""Attention functions that read and write the paged cache, by name, the preferred one first."""
-
-
-def choose_attention(name: str) -> str:
-    """Return the implementation to load a model with and make transformers know it.
-
-    name: `auto`, or one of IMPLEMENTATIONS. Raises ConfigError for one that does not work with continuous batching.
+    The query heads that share a kv head are rows of the same product, so that keys and values are read once.
     """
-    if name == "auto":
-        name = next(iter(IMPLEMENTATIONS))
-    if name not in IMPLEMENTATIONS:
-        working = ", ".join(["auto", *IMPLEMENTATIONS])
-        raise ConfigError(
-            "attn_implementation", f"{name} does not work with continuous batching here; these do: {working}"
-        )
-    AttentionInterface.register(name, IMPLEMENTATIONS[name])
-    return name
+    kv_heads, shared, _, dim = query.shape
+    tiles, queries = group.num_tiles, group.num_queries
+    rows, batch = queries * shared, kv_heads * tiles
+    q = query.index_select(2, group.rows).view(kv_heads, shared, tiles, queries, dim).permute(0, 2, 3, 1, 4)
+    padded = query.new_zeros(batch, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, dim)
+    padded[:, :rows] = q.reshape(batch, rows, dim)
+    k = keys.index_select(1, group.blocks).view(batch, -1, dim)
+    v = values.index_select(1, group.blocks).view(batch, -1, values.shape[-1])
+
+    scores = torch.bmm(padded, k.transpose(1, 2))
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    context = scores.shape[-1]
+    seen = scores[:, :rows].view(kv_heads, tiles, queries, shared, context)
+    seen.masked_fill_(group.hidden[None, :, :, None, :], float("-inf"))
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
+
+    result = torch.bmm(weights[:, :, :PIECE], v[:, :PIECE])
+    for at in range(PIECE, context, PIECE):
+        result = torch.baddbmm(result, weights[:, :, at : at + PIECE], v[:, at : at + PIECE])
+    result = result[:, :rows].view(kv_heads, tiles, queries, shared, -1)
+    if sinks is not None:
+        # The sink takes its share of the softmax: every weight shrinks by sum / (sum + exp(sink)).
+        total = torch.logsumexp(seen.float(), -1, keepdim=True)
+        result = result * torch.sigmoid(total - sinks).to(result.dtype)
+    return result.permute(1, 2, 0, 3, 4).reshape(tiles * queries, kv_heads * shared, -1)
+
+
+def _refuse_unsupported(
+    module: torch.nn.Module, attention_mask: torch.Tensor | None, dropout: float, others: dict[str, Any]
+) -> None:
+    """Raise ModelError for arguments that would change the result and are not implemented here."""
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise ModelError(f"{name} passes an attention mask of its own; this model is not supported")
+    if dropout or others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{name} asks for dropout or for attention that is not causal; this model is not supported")
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS_ARGUMENTS)
+    if unknown:
+        raise ModelError(f"{name} asks its attention for {', '.join(unknown)}; this model is not supported")
+
+
+AttentionInterface.register(PAGED_TORCH.name, paged_attention)

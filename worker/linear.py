@@ -1,116 +1,122 @@
-"""Linear layers packed for the CPU: weights are laid out once at load for fast kernels, and the float copy is freed.
+"""Linear layers on the CPU: weights packed once at load for fast products whose bits do not depend on the batch.
 
-Every mode is batch-invariant on the CPU: the bits of a row's result do not depend on how many rows there are.
+`none`  float32. The product pads its rows to 16: below that the library takes other kernels with other last bits.
+`fp16`  fbgemm's half-precision weights, float32 activations and sums: half the memory traffic, any number of rows.
+`int8`  fbgemm's int8 weights (per output channel), int8 activations quantised row by row.
 
-none    float32. MKL's products differ in the last bit below 12 rows, so fewer are padded to 16.
-fp16    fbgemm's packed float16 weights, float32 activations and sums; 4 to 7 times float32 at 1 to 16 rows.
-int8    weights int8 per output channel, activations int8 per row, sums int32.
+Used by the thread that loads the model. Knows nothing of models but their nn.Linear (and GPT-2's Conv1D) modules.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 
 import torch
-from torch.nn.functional import linear, pad
+from torch import nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 MIN_ROWS = 16
+"""Rows of a float32 product; below 12 its last bits were seen to depend on the number of rows."""
+
 FP16_MAX = 65504.0
-INT8_ZERO_POINT = 128
+"""Largest number of half precision: a layer with a weight beyond it stays float32."""
 
 
-class PaddedLinear(torch.nn.Module):
-    """A float linear layer whose small inputs are padded with zero rows."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., in] → [..., out]."""
-        rows = x.reshape(-1, x.shape[-1])
-        missing = MIN_ROWS - rows.shape[0]
-        y = (
-            linear(pad(rows, (0, 0, 0, missing)), self.weight, self.bias)[:-missing]
-            if missing > 0
-            else linear(rows, self.weight, self.bias)
-        )
-        return y.view(*x.shape[:-1], -1)
-
-
-class Fp16Linear(torch.nn.Module):
-    """fbgemm's packed float16 weights with float32 activations."""
+class PackedLinear(nn.Module):
+    """What stands in for a linear layer. `in_features` and `out_features` as in nn.Linear."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        self.out_features, self.in_features = weight.shape
+
+
+class RowPaddedLinear(PackedLinear):
+    """A float32 layer that always multiplies at least MIN_ROWS rows."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        super().__init__(weight, bias)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return float32 x [..., in] → [..., out]."""
-        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x.reshape(-1, x.shape[-1]), self._packed)
-        return y.view(*x.shape[:-1], -1)
+        """Return x @ weight.T + bias for x [..., in_features]."""
+        flat = x.reshape(-1, self.in_features)
+        rows = flat.shape[0]
+        if rows < MIN_ROWS:
+            flat = functional.pad(flat, (0, 0, 0, MIN_ROWS - rows))
+        return functional.linear(flat, self.weight, self.bias)[:rows].view(*x.shape[:-1], self.out_features)
 
 
-class Int8Linear(torch.nn.Module):
-    """int8 weights, one scale per output channel; activations quantised with one scale per row.
+class Fp16Linear(PackedLinear):
+    """Half-precision packed weights; activations, sums and bias in float32."""
 
-    The operator knows one activation scale for all rows, so each row is first brought to [-1, 1]. One outlier then
-    costs its own row precision, and no other. Without VNNI the kernels add pairs in 16 bits, so 7 bits must do.
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        super().__init__(weight, bias)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T + bias for float32 x [..., in_features]."""
+        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return y
+
+
+class Int8Linear(PackedLinear):
+    """Int8 weights with a scale per output channel, and activations quantised with a scale per row.
+
+    The operator quantises its whole input with one scale. Rows are brought to the range [-1, 1] first and scaled back
+    after, so that each has its own, and one request's outlier does not cost its neighbours their precision.
     """
 
+    LEVELS = 127
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        super().__init__()
-        self._levels = 127 if torch.cpu._is_vnni_supported() else 63
-        scales = (weight.abs().amax(1) / 127).clamp_(min=1e-12)
-        zeros = torch.zeros(len(scales), dtype=torch.int64)
-        packed = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-        self._packed = torch.ops.quantized.linear_prepack(packed, None)
-        self._bias = bias
+        super().__init__(weight, bias)
+        scales = weight.abs().amax(1).clamp_(min=1e-12).double() / self.LEVELS
+        zeros = torch.zeros(self.out_features, dtype=torch.int64)
+        quantised = torch.quantize_per_channel(weight.contiguous(), scales, zeros, 0, torch.qint8)
+        self._packed = torch.ops.quantized.linear_prepack(quantised, None)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return float32 x [..., in] → [..., out]."""
-        rows = x.reshape(-1, x.shape[-1])
-        size = rows.abs().amax(1, keepdim=True).clamp_(min=1e-12)
+        """Return about x @ weight.T + bias for float32 x [..., in_features]."""
+        scale = x.abs().amax(-1, keepdim=True).clamp_(min=1e-12)
         y: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            rows / size, 1.0 / self._levels, INT8_ZERO_POINT, self._packed
+            x / scale, 1.0 / self.LEVELS, 128, self._packed
         )
-        y = y.mul_(size)
-        if self._bias is not None:
-            y += self._bias
-        return y.view(*x.shape[:-1], -1)
+        y = y * scale
+        return y if self.bias is None else y + self.bias
 
 
-Packer = Callable[[torch.Tensor, torch.Tensor | None], torch.nn.Module]
-
-PACKERS: dict[str, Packer] = {"none": PaddedLinear, "fp16": Fp16Linear, "int8": Int8Linear}
-"""What replaces a float layer in each mode, given its weight [out, in] and bias [out] or None."""
+KINDS: dict[str, type[PackedLinear]] = {"none": RowPaddedLinear, "fp16": Fp16Linear, "int8": Int8Linear}
 
 
-def pack_linear_layers(model: torch.nn.Module, mode: str) -> None:
-    """Replace every linear layer of a float32 model on the CPU. `mode` is a key of PACKERS."""
-    places = [
-        (module, name)
-        for module in model.modules()
-        for name, child in module.named_children()
-        if isinstance(child, (torch.nn.Linear, Conv1D))
-    ]
-
-    def replace(place: tuple[torch.nn.Module, str]) -> None:
-        # Looked up here and not held anywhere else, so that each float copy is freed as soon as it is packed.
-        module, name = place
-        setattr(module, name, _pack(getattr(module, name), mode))
-
-    # Packing runs on one thread per layer and lets go of the interpreter lock.
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(replace, places))
+def packed(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+    """Return a layer of this kind for float32 weight [out_features, in_features], or a float32 one if it cannot be."""
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    if kind != "none" and not largest <= FP16_MAX:  # true of NaN too
+        kind = "none"
+    return KINDS[kind](weight, bias)
 
 
-def _pack(layer: torch.nn.Linear | Conv1D, mode: str) -> torch.nn.Module:
-    weight = layer.weight.detach()
-    if isinstance(layer, Conv1D):  # GPT-2 keeps its weights transposed
-        weight = weight.t().contiguous()
-    bias = None if layer.bias is None else layer.bias.detach()
-    if mode == "fp16" and weight.abs().max() > FP16_MAX:
-        mode = "none"
-    return PACKERS[mode](weight, bias)
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes x @ weight.T + bias, or GPT-2's x @ weight + bias, and nothing else."""
+    return type(module) is Conv1D or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def pack_linears(model: nn.Module, kind: str) -> Counter[str]:
+    """Replace the model's linear layers in place by packed ones; return how many of each class there are.
+
+    A weight that two modules share (a tied head) is packed for the linear layer, and the other module keeps its own
+    copy. Layers with a forward of their own are left alone.
+    """
+    made: Counter[str] = Counter()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not is_linear(child):
+                continue
+            weight = child.weight.detach().float()
+            weight = weight.T.contiguous() if type(child) is Conv1D else weight
+            layer = packed(kind, weight, None if child.bias is None else child.bias.detach().float())
+            setattr(parent, name, layer)
+            made[type(layer).__name__] += 1
+            child.weight = None  # type: ignore[assignment]  # frees the float copy now, not with the last reference
+    return made

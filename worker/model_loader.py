@@ -1,144 +1,159 @@
-"""Loads a model folder onto the device, with paged attention and packed linear layers.
+"""From a local folder to a model on its device, ready for the paged cache.
 
-Runs once, in the thread that starts the worker. Model code comes from transformers; weights from safetensors.
+Runs in the thread that starts the worker. Never fetches anything, never runs a model's own code or unpickles weights
+unless settings allow it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from common.config import WorkerConfig
 from common.errors import ConfigError, ModelError
 from worker.attention import choose_attention
-from worker.linear import pack_linear_layers
+from worker.linear import pack_linears
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a model runs and in which arithmetic. quantization: a key of worker.linear.PACKERS."""
-
-    device: torch.device
-    dtype: torch.dtype
-    attention: str
-    quantization: str
+SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layer, in the words of a config's `layer_types`, that keep all their state in the paged cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run and what the scheduler must know of it. max_model_len: tokens, by the model itself."""
+    """A model in evaluation mode and what its configuration says of it.
+
+    max_model_len: the model's own context length in tokens. num_layers: decoder layers. layer_types: one for each
+    layer, or empty. dtype, quantization, attention: what was chosen where the setting says auto.
+    """
 
     model: PreTrainedModel
-    placement: Placement
-    max_model_len: int
     vocab_size: int
-    eos_token_ids: frozenset[int]
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_layers: int
+    layer_types: tuple[str, ...]
+    window: int | None
+    dtype: str
+    quantization: str
+    attention: str
 
 
-def choose_placement(config: WorkerConfig) -> Placement:
-    """Decide on device and arithmetic. Raises ConfigError, naming the key, for what this machine does not have."""
-    device = _choose_device(config.device)
-    on_cpu = device.type == "cpu"
-    dtype = _DTYPES.get(config.dtype, torch.float32 if on_cpu else torch.bfloat16)
-    quantization = config.quantization
-    if quantization == "auto":
-        quantization = "fp16" if on_cpu and dtype == torch.float32 else "none"
-    if quantization != "none" and not (on_cpu and dtype == torch.float32):
-        raise ConfigError("quantization", f"{quantization} is for the CPU with --dtype float32")
-    return Placement(device, dtype, choose_attention(config.attn_implementation), quantization)
-
-
-def load_model(path: Path, config: WorkerConfig, report: Callable[[str], None]) -> LoadedModel:
-    """Load the model in a local folder. Raises ConfigError or ModelError."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    placement = choose_placement(config)
-    model_config = _read_config(path, config)
-    report(f"loading weights from {path.name}")
-    model = _load_weights(path, config, placement)
-    if placement.device.type == "cpu" and placement.dtype == torch.float32:
-        report(f"packing linear layers ({placement.quantization})")
-        pack_linear_layers(model, placement.quantization)
-    text_config = model_config.get_text_config(decoder=True)
-    return LoadedModel(
-        model=model,
-        placement=placement,
-        max_model_len=_context_length(text_config),
-        vocab_size=_vocab_size(model),
-        eos_token_ids=_eos_token_ids(path, model_config),
-    )
-
-
-def _choose_device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """Return the device for --device. Raises ConfigError."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError("device", f"{name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+        raise ConfigError("device", f"{name} is not auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError("device", f"{name!r} is not supported; use auto, cpu, cuda or cuda:N")
+        raise ConfigError("device", f"{name} is not auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError("device", f"{name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError("device", f"{name} is not there: this process sees {torch.cuda.device_count()} CUDA devices")
     return device
 
 
-def _read_config(path: Path, config: WorkerConfig) -> PreTrainedConfig:
+def choose_arithmetic(config: WorkerConfig, device: torch.device) -> tuple[str, str]:
+    """Return the names of dtype and quantization. Raises ConfigError for a pair that does not work."""
+    on_cpu = device.type == "cpu"
+    quantization = config.quantization
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    if quantization == "auto":
+        quantization = "fp16" if on_cpu and dtype == "float32" else "none"
+    if quantization != "none" and not on_cpu:
+        raise ConfigError("quantization", f"{quantization} packs linear layers for the CPU only; leave it at auto")
+    if quantization != "none" and dtype != "float32":
+        raise ConfigError("quantization", f"{quantization} needs dtype float32, not {dtype}")
+    return dtype, quantization
+
+
+def load_model(path: Path, config: WorkerConfig) -> LoadedModel:
+    """Load the folder (config.json and safetensors). Raises ModelError or ConfigError."""
+    device = choose_device(config.device)
+    dtype, quantization = choose_arithmetic(config, device)
+    attention = choose_attention(config.attn_implementation, device.type, config.block_size)
+    settings = _read_config(path, config.trust_remote_code)
+    model = _read_weights(path, settings, config, _DTYPES[dtype], attention.name)
+    if device.type == "cpu" and dtype == "float32":
+        pack_linears(model, quantization)
+    model = model.to(device).eval()  # type: ignore[arg-type]
+    text = settings.get_text_config(decoder=True)
+    return LoadedModel(
+        model=model,
+        vocab_size=int(text.vocab_size),
+        max_model_len=_context_length(text),
+        eos_token_ids=_eos_token_ids(path, text),
+        num_layers=int(text.num_hidden_layers),
+        layer_types=tuple(getattr(text, "layer_types", None) or ()),
+        window=_window(text),
+        dtype=dtype,
+        quantization=quantization,
+        attention=attention.name,
+    )
+
+
+def _read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json; name the folder of a model in transformers' format")
     try:
-        model_config: PreTrainedConfig = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        settings: PreTrainedConfig = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path} has no configuration that transformers understands: {error}") from None
-    if model_config.is_encoder_decoder:
-        raise ModelError(f"{path.name} is an encoder-decoder model; only decoder models can be served")
-    return model_config
+    except Exception as error:  # transformers raises many kinds for a folder it cannot use
+        raise ModelError(f"{path}: {error}") from error
+    if settings.is_encoder_decoder:
+        raise ModelError(f"{settings.model_type} has an encoder; only decoder models can be served")
+    unsupported = set(getattr(settings.get_text_config(decoder=True), "layer_types", None) or ()) - SUPPORTED_LAYERS
+    if unsupported:
+        raise ModelError(
+            f"{settings.model_type} has layers of kind {', '.join(sorted(unsupported))}, not supported yet"
+        )
+    return settings
 
 
-def _load_weights(path: Path, config: WorkerConfig, placement: Placement) -> PreTrainedModel:
+def _read_weights(
+    path: Path, settings: PreTrainedConfig, config: WorkerConfig, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    transformers.utils.logging.disable_progress_bar()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=placement.dtype,
-            attn_implementation=placement.attention,
+            config=settings,
             local_files_only=True,
             use_safetensors=None if config.allow_pickle else True,
-            weights_only=True,
             trust_remote_code=config.trust_remote_code,
+            dtype=dtype,
+            attn_implementation=attention,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # transformers raises many kinds for a folder it cannot use
         raise ModelError(f"{path} cannot be loaded: {error}") from error
-    model.eval().requires_grad_(False)
-    model.to(placement.device)
     return model
 
 
-def _vocab_size(model: PreTrainedModel) -> int:
-    embedding = model.get_input_embeddings()
-    if not isinstance(embedding, torch.nn.Embedding):
-        raise ModelError(f"{type(model).__name__} has no plain token embedding")
-    return embedding.num_embeddings
-
-
-def _context_length(text_config: PreTrainedConfig) -> int:
-    for name in _CONTEXT_NAMES:
-        value = getattr(text_config, name, None)
-        if isinstance(value, int) and value > 0:
+def _context_length(text: PreTrainedConfig) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 1:
             return value
-    raise ModelError("the model's configuration names no context length; give --max-model-len")
+    return 2048
 
 
-def _eos_token_ids(path: Path, model_config: PreTrainedConfig) -> frozenset[int]:
-    """Return every token id that ends an answer, from generation_config.json or else config.json."""
+def _window(text: PreTrainedConfig) -> int | None:
+    window = getattr(text, "sliding_window", None)
+    return int(window) if window and getattr(text, "use_sliding_window", True) else None
+
+
+def _eos_token_ids(path: Path, text: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the ids that end an answer: generation_config.json's where it has some, else config.json's."""
+    found = text.eos_token_id
     if (path / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-    else:
-        ids = model_config.get_text_config(decoder=True).eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+        generation = GenerationConfig.from_pretrained(path, local_files_only=True)
+        found = generation.eos_token_id if generation.eos_token_id is not None else found
+    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+    return tuple(dict.fromkeys(int(each) for each in ids))

@@ -1,44 +1,50 @@
-"""Computes a step: the model's forward pass over the packed batch, then the sampler.
+"""Runs a step on the device: integers in, one token id for each sampling row out.
 
-Owns the model and the tensors of the KV cache. Runs on the engine thread; knows nothing of requests or queues.
+Owns the model and the tensors of the KV cache. Runs on the engine thread. Never decides what is in a step.
 """
+
+import inspect
 
 import torch
 from transformers import PreTrainedModel
 
 from worker.attention import PagedKVCache
+from worker.attention_step import AttentionStep
 from worker.batch import StepBatch
-from worker.paged import StepContext
 from worker.sampler import sample
 
 
 class TorchRunner:
-    """A Runner around a transformers model whose attention is one of worker.attention.IMPLEMENTATIONS."""
+    """Computes steps with a transformers model whose attention is one of worker.attention's."""
 
     def __init__(self, model: PreTrainedModel, num_blocks: int, block_size: int):
-        self._model = model
-        self._block_size = block_size
-        self.kv_cache = PagedKVCache(num_blocks, block_size)
+        self.model = model
+        self.cache = PagedKVCache(num_blocks, block_size)
+        self._device = model.device
+        self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    @torch.inference_mode()
     def run(self, batch: StepBatch) -> list[int]:
-        """Write the step's keys and values and return one token id for each of `batch.samples`."""
-        logits = self.logits(batch, [row.row for row in batch.samples])
-        return sample(logits, batch.samples) if batch.samples else []
+        """Compute a step; see worker.batch.Runner. A row whose logits cannot be used gives worker.sampler.UNUSABLE."""
+        with torch.inference_mode():
+            if not batch.samples:
+                self.forward(batch, rows=[0])
+                return []
+            return sample(self.forward(batch, [row.row for row in batch.samples]), batch.samples)
 
-    @torch.inference_mode()
-    def logits(self, batch: StepBatch, rows: list[int]) -> torch.Tensor:
-        """Compute the step and return the logits [len(rows), vocab_size] that follow these packed rows."""
-        device = self._model.device
-        # A model asked for no row would compute all of them; one row that nobody reads is cheaper.
-        keep = torch.tensor(rows or [0], dtype=torch.int64, device=device)
-        output = self._model(
-            input_ids=torch.tensor([batch.input_ids], dtype=torch.int64, device=device),
-            position_ids=torch.tensor([batch.positions], dtype=torch.int64, device=device),
+    def forward(self, batch: StepBatch, rows: list[int]) -> torch.Tensor:
+        """Write the step's keys and values and return the float32 logits [rows, vocabulary] of some packed rows."""
+        device = self._device
+        step = AttentionStep(batch, self.cache.block_size, self.cache.num_blocks, device)
+        kept = torch.tensor(rows, device=device)
+        outputs = self.model(
+            input_ids=torch.tensor([batch.input_ids], device=device),
+            position_ids=torch.tensor([batch.positions], device=device),
             use_cache=False,
-            logits_to_keep=keep,
-            kv_cache=self.kv_cache,
-            step=StepContext(batch, self._block_size, device),
+            attention_step=step,
+            kv_cache=self.cache,
+            **({"logits_to_keep": kept} if self._selects_logits else {}),
         )
-        logits: torch.Tensor = output.logits[0, : len(rows)]
-        return logits
+        logits: torch.Tensor = outputs.logits[0]
+        if not self._selects_logits:
+            logits = logits.index_select(0, kept)
+        return logits.float()

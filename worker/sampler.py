@@ -1,132 +1,142 @@
-"""Draws the next token of each row from its logits.
+"""Draws the next tokens of a step from its logits, each row by its own parameters.
 
-A row's token depends on that row alone: its logits, its parameters, its tokens so far, its seed and the index of the
-token to draw. Nothing is carried from step to step, so a request draws the same tokens alone, in a full batch, after
-preemption and after a restart, wherever its logits have the same bits. Rows are handled together, with row-wise
-operators only. Runs on the engine thread, on the device of the logits.
+Vectorised over the rows, yet a row's token depends on its own logits, parameters, tokens, seed and index alone. Runs on
+the engine thread.
+
+The order is that of transformers: penalties, temperature, top_k, top_p, min_p; then one uniform number picks from what
+is left by the inverse of its cumulative distribution. A filter is a threshold on the logits: tokens that tie with the
+last one kept are kept too, so the result does not depend on how a sort orders them.
+
+Logits that are NaN or infinitely large cannot be sampled from. Such a row gives UNUSABLE, which fails its request; the
+other rows go on. Minus infinity is a token that cannot be drawn.
 """
 
+import numpy as np
 import torch
 
+from common.params import SamplingParams
 from worker.batch import SampleRow
 
 UNUSABLE = -1
-"""The answer for a row whose logits are not numbers: the scheduler fails that request alone."""
+"""In place of a token id: the row's logits were not finite. The scheduler fails the request."""
 
-TOP_CANDIDATES = 1024
-"""Candidates that top_k and top_p look at before a row's whole vocabulary is sorted."""
+NUM_CANDIDATES = 1024
+"""The largest logits that are looked at first for top_k and top_p; only a row that needs more is sorted whole."""
 
-_MASK64 = (1 << 64) - 1
+MIN_TEMPERATURE = 1e-6
+"""Lower ones than this, but above 0, count as this: they would divide by zero in float32."""
+
+_MASK64 = 2**64 - 1
 
 
 def uniform(seed: int, index: int) -> float:
-    """Return the random number in [0, 1) for the `index`-th token of a request with this seed; a pure function.
+    """Return the random number in [0, 1) of token `index` of a request: a pure function of the two.
 
-    Two rounds of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014): the first
-    turns the seed into a stream, the second picks the index-th number of it. 53 bits, as many as a double holds.
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), applied to the seed and then
+    to the stream it names; the top 53 bits of the result make the number.
     """
-    stream = _splitmix64(seed & _MASK64)
-    return (_splitmix64((stream + index * 0x9E3779B97F4A7C15) & _MASK64) >> 11) * 2.0**-53
+    return (_mix(_mix(seed) + (index + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
-def _splitmix64(state: int) -> int:
-    z = (state + 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Stafford's variant 13), one to one on 64 bits."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-    """Return one token id for each row of float logits [R, vocab_size]; UNUSABLE where a row holds no numbers.
-
-    The order is that of transformers: penalties, temperature, top_k, top_p, min_p. Changes the logits in place.
-    """
-    logits = logits.float()
-    for at, row in enumerate(rows):
-        if row.params.penalised:
-            _penalise(logits[at], row)
-    best, tokens = logits.max(-1)
+    """Return one token id, or UNUSABLE, for each row of `logits` (float32 [rows, vocabulary]; may be changed)."""
+    penalised = [at for at, row in enumerate(rows) if row.params.penalised]
+    if penalised:
+        _penalise(logits, penalised, rows)
+    top = logits.amax(-1)  # NaN when any logit is
+    tokens = logits.argmax(-1)
     drawn = [at for at, row in enumerate(rows) if not row.params.greedy]
     if drawn:
-        tokens[drawn] = _draw(logits[drawn], [rows[at] for at in drawn])
-    return torch.where(torch.isfinite(best), tokens, UNUSABLE).tolist()
+        index = torch.tensor(drawn, device=logits.device)
+        chosen = logits if len(drawn) == len(rows) else logits.index_select(0, index)
+        tokens.index_copy_(0, index, _draw(chosen, [rows[at] for at in drawn]))
+    return torch.where(torch.isfinite(top), tokens, UNUSABLE).tolist()
 
 
-def _penalise(logits: torch.Tensor, row: SampleRow) -> None:
-    """Apply the penalties to one row of logits [vocab_size], in place.
+def _penalise(logits: torch.Tensor, which: list[int], rows: list[SampleRow]) -> None:
+    """Lower the logits of tokens that were seen, in place.
 
-    repetition_penalty (Keskar et al., CTRL, 2019) counts prompt and answer, the other two the answer alone (OpenAI).
+    repetition_penalty (Keskar et al., CTRL, 2019) looks at prompt and output; presence and frequency, OpenAI's, look
+    at the output only.
     """
-    params = row.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(row.tokens, device=logits.device).unique()
-        scores = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        generated = torch.tensor(row.tokens[row.num_prompt :], dtype=torch.int64, device=logits.device)
-        seen, counts = generated.unique(return_counts=True)
-        logits[seen] -= params.presence_penalty + params.frequency_penalty * counts
+    at_rows, at_tokens, repetition, subtracted = [], [], [], []
+    for at in which:
+        row = rows[at]
+        seen, occurrence = np.unique(np.asarray(row.tokens), return_inverse=True)
+        generated = np.bincount(occurrence[row.num_prompt :], minlength=len(seen))
+        params = row.params
+        at_rows.append(np.full(len(seen), at))
+        at_tokens.append(seen)
+        repetition.append(np.full(len(seen), params.repetition_penalty, np.float32))
+        subtracted.append(
+            (params.frequency_penalty * generated + params.presence_penalty * (generated > 0)).astype(np.float32)
+        )
+    index = tuple(torch.from_numpy(np.concatenate(part)).to(logits.device) for part in (at_rows, at_tokens))
+    factor, offset = (torch.from_numpy(np.concatenate(part)).to(logits.device) for part in (repetition, subtracted))
+    values = logits[index]
+    logits[index] = torch.where(values > 0, values / factor, values * factor) - offset
 
 
 def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
-    """Return token ids int64 [R] drawn from logits [R, vocab_size] by inverting the cumulative distribution."""
-    device = logits.device
-    temperatures = torch.tensor([row.params.temperature for row in rows], device=device)
-    # A tiny temperature makes infinities of the logits themselves, but never of their distance from the best.
-    scores = (logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]
-    cutoffs = _min_p_cutoffs(rows, device)
-    limited = [at for at, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1.0]
-    if limited:
-        limits = _top_cutoffs(scores[limited], [rows[at] for at in limited])
-        cutoffs[limited] = torch.maximum(cutoffs[limited], limits)
-    weights = torch.where(scores >= cutoffs[:, None], torch.exp(scores), 0.0)
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:].contiguous()
-    uniforms = torch.tensor([[uniform(row.params.seed, row.index)] for row in rows], dtype=torch.float64, device=device)
-    tokens = torch.searchsorted(cumulative, uniforms * total, right=True)
-    # Rounding may put the product at the very end, past the last token with any weight.
-    last = torch.searchsorted(cumulative, total, right=False)
-    return torch.minimum(tokens, last)[:, 0]
+    """Return a token id for each row, int64; logits are penalised already."""
+    params = [row.params for row in rows]
+    # The largest becomes 0 before the division, so that no temperature, however low, makes it overflow.
+    logits = logits - logits.amax(-1, keepdim=True)
+    logits /= _column([max(p.temperature, MIN_TEMPERATURE) for p in params], logits)
+    filtered = [at for at, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
+    if filtered:
+        index = torch.tensor(filtered, device=logits.device)
+        part = logits.index_select(0, index)
+        lowest = _lowest_kept(part, [params[at] for at in filtered])
+        logits.index_copy_(0, index, part.masked_fill_(part < lowest, float("-inf")))
+    cumulative = torch.softmax(logits, -1).cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    numbers = _column([uniform(row.params.seed, row.index) for row in rows], cumulative)
+    # Strictly below the total, so that rounding can never pick a token of probability 0 behind the last one.
+    wanted = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, wanted, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0]
 
 
-def _min_p_cutoffs(rows: list[SampleRow], device: torch.device) -> torch.Tensor:
-    """Return for each row the lowest score [R] that min_p keeps; scores are at most 0."""
-    min_p = torch.tensor([row.params.min_p for row in rows], device=device)
-    return torch.log(min_p)
+def _lowest_kept(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Return [rows, 1], the lowest logit that top_k, top_p and min_p leave; the largest logit of each row is 0."""
+    total = logits.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    candidates = min(NUM_CANDIDATES, logits.shape[-1])
+    lowest, enough = _cut(logits.topk(candidates).values, total, params)
+    whole = [at for at, known in enumerate(enough) if not known]
+    if whole and candidates < logits.shape[-1]:
+        index = torch.tensor(whole, device=logits.device)
+        ordered = logits.index_select(0, index).sort(-1, descending=True).values
+        lowest.index_copy_(0, index, _cut(ordered, total.index_select(0, index), [params[at] for at in whole])[0])
+    return lowest
 
 
-def _top_cutoffs(scores: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
-    """Return for each row of scores [R, vocab_size] the lowest score [R] that top_k and top_p keep."""
-    vocab_size = scores.shape[-1]
-    total = torch.exp(scores).sum(-1, dtype=torch.float64)
-    candidates = scores.topk(min(TOP_CANDIDATES, vocab_size)).values
-    cutoffs = [_top_cutoff(candidates[at], total[at], row, vocab_size) for at, row in enumerate(rows)]
-    for at, row in enumerate(rows):
-        if cutoffs[at] is None:  # the candidates were too few: sort this row's whole vocabulary
-            everything = scores[at].sort(descending=True).values
-            cutoffs[at] = _top_cutoff(everything, total[at], row, vocab_size)
-    return torch.stack([cutoff for cutoff in cutoffs if cutoff is not None])
+def _cut(ordered: torch.Tensor, total: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, list[bool]]:
+    """Return the lowest kept of each row's largest logits, and whether these logits were enough to know it.
 
-
-def _top_cutoff(candidates: torch.Tensor, total: torch.Tensor, row: SampleRow, vocab_size: int) -> torch.Tensor | None:
-    """Return the lowest score that this row keeps, or None when it may lie below the given candidates.
-
-    candidates: the row's best scores, falling. total: the sum of exp(score) over the vocabulary, float64.
+    ordered: [rows, candidates], falling, the first 0. total: [rows, 1], the sum of exp over the whole vocabulary.
     """
-    top_k = min(row.params.top_k or vocab_size, vocab_size)
-    complete = len(candidates) == vocab_size
-    if top_k <= len(candidates):
-        candidates = candidates[:top_k]
-    elif not complete and row.params.top_k:
-        return None
-    if row.params.top_p >= 1.0:
-        return candidates[-1]
-    weights = torch.exp(candidates).double()
-    if row.params.top_k:
-        total = weights.sum()
-    before = weights.cumsum(0) - weights
-    kept = int((before < row.params.top_p * total).sum())
-    if kept == len(candidates) and not complete and not row.params.top_k:
-        return None
-    return candidates[max(kept, 1) - 1]
+    width = ordered.shape[-1]
+    weights = ordered.exp().double()
+    top_k = torch.tensor([[p.top_k or width + 1] for p in params], device=ordered.device)
+    within = torch.arange(width, device=ordered.device) < top_k
+    weights *= within
+    total = torch.where(top_k <= width, weights.sum(-1, keepdim=True), total)
+    before = torch.nn.functional.pad(weights.cumsum(-1)[:, :-1], (1, 0))
+    top_p = _column([p.top_p if p.top_p < 1.0 else float("inf") for p in params], weights)
+    kept = within & (before < top_p * total) & (weights >= _column([p.min_p for p in params], weights))
+    count = kept.sum(-1, keepdim=True).clamp_(min=1)
+    counts = count[:, 0].tolist()
+    enough = [n < width if not p.top_k else p.top_k <= width for n, p in zip(counts, params, strict=True)]
+    return ordered.gather(1, count - 1), enough
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
