@@ -6,7 +6,7 @@ Handlers for the application. A fault of the server's own is logged with its tra
 import logging
 from typing import Any
 
-from flask import Flask, Response
+from flask import Flask, Response, g
 from werkzeug.exceptions import HTTPException
 
 from common.errors import ERROR_KINDS, ErrorCode, RequestError
@@ -62,7 +62,7 @@ def _http_error(error: HTTPException) -> Response:
 
 
 def _unexpected(error: Exception) -> Response:
-    log.error("a request failed", exc_info=error)
+    log.error("%s failed", g.get("request_id"), exc_info=error)
     kind = ERROR_KINDS[ErrorCode.INTERNAL_ERROR]
     body = _object("the server failed to answer", kind.type, None, str(ErrorCode.INTERNAL_ERROR))
     return Response(json_bytes(body), kind.status, mimetype="application/json")

@@ -97,8 +97,8 @@ class GenerationRequest(UnsupportedFields):
     """The common part of both endpoints."""
 
     model: Text | None = None
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
     temperature: Annotated[float | None, in_range("temperature")] = None
     top_p: Annotated[float | None, in_range("top_p")] = None
     top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1)] = None

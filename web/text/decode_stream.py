@@ -34,9 +34,12 @@ class DecodeStream:
         new = [token_id for token_id in ids if token_id not in self._special_ids]
         if not new:
             return ""
+        text = self._decode(self._ids + new)
+        if text.endswith(UNFINISHED) and len(new) > 1:
+            # One by one, so that the text does not depend on how the tokens were put together on their way.
+            return "".join(self.step([token_id]) for token_id in new)
         self._ids += new
-        text = self._decode(self._ids)
-        return self._settle(len(self._ids), text) if not text.endswith(UNFINISHED) else self._settle_part(text)
+        return self._settle_part(text) if text.endswith(UNFINISHED) else self._settle(len(self._ids), text)
 
     def flush(self) -> str:
         """Return what is left at the end of the answer, without the bytes of an unfinished character."""
@@ -48,10 +51,14 @@ class DecodeStream:
         The last few tokens may still become one. When more than that are pending, they are no character (or the model
         writes U+FFFD itself); they are settled as far as more tokens cannot change them.
         """
-        for end in range(len(self._ids) - 1, self._num_settled, -1):
+        ends = range(len(self._ids) - 1, self._num_settled, -1)
+        for end in ends[:MAX_PENDING]:
             part = self._decode(self._ids[:end])
-            hopeless = end <= len(self._ids) - MAX_PENDING
-            if text.startswith(part) and (hopeless or not part.endswith(UNFINISHED)):
+            if not part.endswith(UNFINISHED):
+                return self._settle(end, part)
+        for end in ends[MAX_PENDING:]:
+            part = self._decode(self._ids[:end])
+            if text.startswith(part):
                 return self._settle(end, part)
         return ""
 

@@ -59,19 +59,21 @@ class ModelTexts:
         self._lock = threading.Lock()
         self._path = ""
         self._text: ModelText | None = None
+        self._broken_path = ""
 
     def of(self, model: ModelInfo) -> ModelText:
         """Return the text side of a model. Raises RequestError when it cannot be loaded here."""
         path = self._folder or model.path
         with self._lock:
             if self._text is None or self._path != path:
-                self._text, self._path = _load(path), path
+                self._text, self._path = self._load(path), path
             return self._text
 
-
-def _load(path: str) -> ModelText:
-    try:
-        return offload(ModelText, Path(path))
-    except (OSError, ValueError) as error:
-        log.error("the tokenizer in %s cannot be loaded: %s", path, error)
-        raise RequestError(ErrorCode.NOT_READY, "the tokenizer of the model cannot be loaded") from None
+    def _load(self, path: str) -> ModelText:
+        try:
+            return offload(ModelText, Path(path))
+        except (OSError, ValueError) as error:
+            if path != self._broken_path:
+                self._broken_path = path
+                log.error("the tokenizer in %s cannot be loaded: %s", path, error)
+        raise RequestError(ErrorCode.NOT_READY, "the tokenizer of the model cannot be loaded")

@@ -12,7 +12,6 @@ contrast, may hold control tokens: its author writes the template himself.
 import json
 import re
 import secrets
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +57,15 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text in which control tokens count as such, behind the tokenizer's BOS, once."""
-        return self._with_prefix(self._offload(len(text), self._encode, text))
+        if len(text) < OFFLOAD_CHARACTERS:
+            return self._with_prefix(self._encode(text))
+        return self._with_prefix(offload(self._encode, text))
 
     def encode_guarded(self, text: str) -> list[int]:
         """Return the ids of a template's output whose user text went through `guard.hide`; BOS stands there once."""
         if not (self._spelled_in_many_ways or self.guard.needed(text)):
             return self.encode(text)
-        return self._with_prefix(self._offload(len(text), self._twin.encode, self.guard, text))
+        return self._with_prefix(offload(self._twin.encode, self.guard, text))
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of some ids; control tokens have none."""
@@ -73,10 +74,6 @@ class TextTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def _offload(self, num_characters: int, work: Any, *args: Any) -> list[int]:
-        ids: list[int] = offload(work, *args) if num_characters >= OFFLOAD_CHARACTERS else work(*args)
         return ids
 
     def _with_prefix(self, ids: list[int]) -> list[int]:
@@ -97,17 +94,17 @@ class Guard:
 
     def __init__(self, special: list[str]):
         self._key = secrets.token_hex(8)
-        self.special = sorted(special, key=len, reverse=True)
+        self.special = special
         self._index = {text: index for index, text in enumerate(self.special)}
-        self._pattern = re.compile("|".join(map(re.escape, self.special))) if special else None
-        self._mark = re.compile(f"\ue000{self._key}u([0-9]+)\ue001")
-        self._any = re.compile("|".join([self._mark.pattern, *map(re.escape, self.special)]))
+        mark = f"\ue000{self._key}u([0-9]+)\ue001"
+        self._written = re.compile(_one_of(special)) if special else None
+        self._any = re.compile(f"{mark}|{_one_of(special)}" if special else mark)
 
     def hide(self, text: str) -> str:
         """Return user text with a mark in place of everything that is written like a control token."""
-        if self._pattern is None or self._pattern.search(text) is None:
+        if self._written is None:
             return text
-        return self._pattern.sub(lambda match: f"\ue000{self._key}u{self._index[match[0]]}\ue001", text)
+        return self._written.sub(lambda match: f"\ue000{self._key}u{self._index[match[0]]}\ue001", text)
 
     def needed(self, text: str) -> bool:
         """Whether a template's output has marks in it."""
@@ -132,33 +129,46 @@ class _Twin:
     def __init__(self, file: Path, special: list[AddedToken]):
         self._file = file
         self._special = {token.content: token for token in special}
-        self._tokenizer: Tokenizer | None = None
-        self._ids: dict[int, int] = {}
-        # A plain lock even under gevent: this runs in real threads, or in the one thread without switching.
-        self._lock = threading.Lock()
+        self._built: tuple[Tokenizer, dict[int, int]] | None = None
 
     def encode(self, guard: Guard, text: str) -> list[int]:
         """Return the ids of a guarded text, without BOS."""
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = self._build(guard)
-        ids = self._tokenizer.encode(guard.reveal(text), add_special_tokens=False).ids
-        return [self._ids.get(token_id, token_id) for token_id in ids]
+        # Without a lock: two threads that come first may both build it, and either result will do.
+        tokenizer, real_ids = self._built = self._built or self._build(guard)
+        ids = tokenizer.encode(guard.reveal(text), add_special_tokens=False).ids
+        return [real_ids.get(token_id, token_id) for token_id in ids]
 
-    def _build(self, guard: Guard) -> Tokenizer:
+    def _build(self, guard: Guard) -> tuple[Tokenizer, dict[int, int]]:
+        """Return the tokenizer, and the id of the control token behind the id of each stand-in."""
         tokenizer = _load(self._file)
         tokenizer.encode_special_tokens = True
-        for index, text in enumerate(guard.special):
-            stand_in = self._stand_in(guard, index, text)
-            tokenizer.add_tokens([stand_in])
-            self._ids[_id_of(tokenizer, stand_in.content)] = _id_of(tokenizer, text)
-        return tokenizer
+        stand_ins = [self._stand_in(guard, index, text) for index, text in enumerate(guard.special)]
+        tokenizer.add_tokens(stand_ins)
+        return tokenizer, {
+            _id_of(tokenizer, stand_in.content): _id_of(tokenizer, text)
+            for stand_in, text in zip(stand_ins, guard.special, strict=True)
+        }
 
     def _stand_in(self, guard: Guard, index: int, text: str) -> AddedToken:
         token = self._special[text]
         return AddedToken(
             guard.stand_in(index), lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False
         )
+
+
+def _one_of(words: list[str]) -> str:
+    """Return a pattern for the longest of some words that stands at a place.
+
+    Words share their beginnings in it, so that thousands of them (Gemma has 6,000) are not tried one by one.
+    """
+    by_first: dict[str, list[str]] = {}
+    for word in words:
+        by_first.setdefault(word[:1], []).append(word[1:])
+    may_end = by_first.pop("", None) is not None
+    branches = [re.escape(first) + _one_of(rest) for first, rest in by_first.items()]
+    if len(branches) == 1 and not may_end:
+        return branches[0]
+    return f"(?:{'|'.join(branches)})" + "?" * may_end if branches else ""
 
 
 def _id_of(tokenizer: Tokenizer, token: str) -> int:
