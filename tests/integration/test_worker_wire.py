@@ -105,7 +105,7 @@ def test_late_subscriber_loses_nothing(rig):
 
 def test_burst_to_a_slow_reader_arrives_complete(rig):
     """50,000 tokens are made, in more batches than any queue holds, before the process reads the first."""
-    rig.worker()
+    rig.worker(step_delay_s=0.0001)  # enough that each step is a batch of its own until the queues are full
     watcher, slow = rig.client(), rig.client(receive_hwm=10)
     watcher.until_ready()
     ids = [slow.submit([n], 12_500) for n in range(1, 5)]
@@ -178,8 +178,7 @@ def test_frozen_worker_blames_nobody(rig):
     os.kill(stuck.pid, signal.SIGCONT)
     output, _ = stuck.communicate(timeout=60)
     assert json.loads(output) == {"ids": expected_tokens(PROMPT, 4000, VOCAB_SIZE), "holes": 0, "ends": 1}
-    watcher.receive(1.0)
-    assert watcher.beat.counters["finished_length"] == 1
+    watcher.until_beat(finished_length=1, cancelled=0)
 
 
 # --- processes that go ---
