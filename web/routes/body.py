@@ -7,13 +7,18 @@ import json
 from typing import Any
 
 from flask import request
+from werkzeug.exceptions import RequestEntityTooLarge
 
 from common.errors import ErrorCode, RequestError
 
 
 def read_json() -> Any:
     """Return the JSON value in the current request's body. Raises RequestError, or RequestEntityTooLarge (413)."""
-    return parse_json(request.get_data(cache=False))
+    body = request.get_data(cache=False)
+    limit = request.max_content_length
+    if request.content_length is None and limit is not None and len(body) >= limit:
+        raise RequestEntityTooLarge  # a body without a length was only read this far
+    return parse_json(body)
 
 
 def parse_json(body: bytes) -> Any:
