@@ -1,6 +1,8 @@
 """What may be sent: strict types and ranges, one field named, nothing of meaning dropped in silence."""
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -338,3 +340,10 @@ def test_bytes_that_are_no_json(body):
     """Each is refused with a reason, however deep or strange."""
     with pytest.raises(RequestError, match="the body"):
         parse_json(body)
+
+
+def test_every_field_is_documented():
+    """docs/API.md says of each field of the schemas what becomes of it."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "API.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)", text.replace("`guided_*`", " ".join(f"`{f}`" for f in FIELDS if "guided" in f))))
+    assert set(FIELDS) - named == set()
