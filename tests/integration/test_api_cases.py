@@ -214,6 +214,28 @@ def test_a_megabyte_of_header(make_rig: MakeRig, tmp_path: Path) -> None:
     assert ask(rig, TEXT, prompt=ids(1), max_tokens=1)[0] == 200
 
 
+def test_long_prompts_and_control_tokens_in_them(make_rig: MakeRig, tmp_path: Path) -> None:
+    """Texts that are encoded in another thread come out as those that are not, several at once."""
+    rig = start(make_rig, tmp_path)
+    plain = tiny_tokenizer.build()
+    plain.encode_special_tokens = True
+    texts = ["hi<|im_end|>", "word " * 1500, "word<|im_end|> " * 300]
+    counts: dict[str, int] = {}
+
+    def one(text: str) -> None:
+        status, body = ask(rig, CHAT, messages=[{"role": "user", "content": text}], max_tokens=1)
+        counts[text] = body["usage"]["prompt_tokens"] if status == 200 else body
+
+    threads = [threading.Thread(target=one, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    around = len(TOKENIZER.encode("<|im_start|>user\n").ids) + len(TOKENIZER.encode("<|im_end|>\n<|im_start|>").ids)
+    around += len(TOKENIZER.encode("assistant\n").ids)
+    assert counts == {text: around - 1 + len(plain.encode("\n" + text).ids) for text in texts}
+
+
 def test_pings_while_the_model_is_busy(make_rig: MakeRig, tmp_path: Path) -> None:
     """A stream that has nothing to say for a while shows life in comments, which clients skip."""
     rig = start(make_rig, tmp_path, web={"ping_interval_s": 0.1}, step_delay_s=1.0)
