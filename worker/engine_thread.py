@@ -83,6 +83,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._obey():
+                # A step takes long; whoever was accepted or refused learns it before.
+                self._deliver()
                 self._step()
         except BaseException as error:  # whoever owns the thread decides what its end means
             log.exception("the engine thread ends")

@@ -228,3 +228,18 @@ def test_step_age_shows_a_hung_step():
     runner.gate.set()
     assert thread.stop(WAIT_S)
     assert thread.step_age_s == 0
+
+
+def test_acceptance_is_told_before_the_step():
+    """A client learns that it was accepted or refused while the step is still being computed, not after it."""
+    engine, runner = make_engine()
+    runner.gate.clear()
+    thread, events = collect_events(engine)
+    thread.start()
+    thread.submit(make_submit("a", 1))
+    deadline = time.monotonic() + WAIT_S
+    while not events and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert [event.TYPE for event in events] == ["accepted"]
+    runner.gate.set()
+    assert thread.stop(WAIT_S)
