@@ -45,7 +45,7 @@ def serve(worker: WorkerConfig, web: WebConfig) -> int:
         server = Server(listener, web.host)
         children = _children(worker, dataclasses.replace(web, port=server.port), listener)
         Console(stderr=True).print(f"Starting [bold]{escape(worker.model)}[/bold] for {server.url} …", highlight=False)
-        return Supervisor(children, server).run()
+        return Supervisor(children, server, settle_s=web.heartbeat_timeout_s).run()
 
 
 def _children(worker: WorkerConfig, web: WebConfig, listener: socket.socket) -> list[Child]:

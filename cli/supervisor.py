@@ -17,6 +17,8 @@ log = logging.getLogger("tokenloom.supervisor")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROBE_INTERVAL_S = 0.2
+PROBES_IN_A_ROW = 3
+"""One answer is one web process's; another may learn a heartbeat later that the worker is there."""
 IDLE_INTERVAL_S = 5.0
 
 
@@ -34,11 +36,17 @@ class Service(Protocol):
 
 
 class Supervisor:
-    """Starts `children`, restarts the ones that die, and at the end stops them one after another, in their order."""
+    """Starts `children`, restarts the ones that die, and at the end stops them one after another, in their order.
 
-    def __init__(self, children: Sequence[Child], service: Service):
+    `settle_s` is how long after a restart the service may still take the dead child for alive.
+    """
+
+    def __init__(self, children: Sequence[Child], service: Service, settle_s: float = 0.0):
         self._children = children
         self._service = service
+        self._settle_s = settle_s
+        self._probe_from_s = 0.0
+        self._good_probes = 0
         self._ready = False
         self._hurry = False
         # Under nohup SIGHUP is ignored, and waiting for it would undo that. SIGINT is ignored in a shell script's
@@ -70,7 +78,8 @@ class Supervisor:
                     return exit_code if exit_code == EXIT_CONFIG else 1
                 if child.restart_at_s is not None and time.monotonic() >= child.restart_at_s:
                     child.start()
-            if not self._ready and all(child.running for child in self._children) and self._service.ready():
+                    self._probe_from_s = time.monotonic() + self._settle_s
+            if not self._ready and self._probe():
                 self._become_ready()
             if self._wait(self._sleep_s()) in self._stop_signals:
                 log.info("stopping")
@@ -79,6 +88,7 @@ class Supervisor:
     def _schedule_restart(self, child: Child, exit_code: int) -> bool:
         """Plan the next start of a child that died; False gives up."""
         self._ready = False
+        self._good_probes = 0
         delay_s = child.policy.died(exit_code, child.ready_for_s())
         if delay_s is not None:
             log.warning("%s %s; starting it again in %g s", child.name, _ending(exit_code), delay_s)
@@ -87,6 +97,13 @@ class Supervisor:
         if exit_code != EXIT_CONFIG:  # with that code the child has named the reason itself
             log.error("%s %s and never became ready; giving up", child.name, _ending(exit_code))
         return False
+
+    def _probe(self) -> bool:
+        """Ask once whether the service is ready; True after so many good answers in a row."""
+        if time.monotonic() < self._probe_from_s or not all(child.running for child in self._children):
+            return False
+        self._good_probes = self._good_probes + 1 if self._service.ready() else 0
+        return self._good_probes >= PROBES_IN_A_ROW
 
     def _become_ready(self) -> None:
         self._ready = True
