@@ -19,6 +19,7 @@ from common.wire import ModelInfo
 from worker.engine import Engine
 from worker.models.progress import Progress
 from worker.server import WorkerServer
+from worker.threads import spin_briefly
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def load_engine(config: WorkerConfig) -> tuple[Engine, ModelInfo]:
 
     started_s = time.monotonic()
     resolved = resolve_model(config, ProgressLog())
+    spin_briefly(os.environ)
     # Importing torch takes seconds and is needed only now.
     from worker.assemble import build_engine
 
