@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 from common.config import WorkerConfig
+from common.errors import ConfigError
 from common.wire import ModelInfo
 from worker.engine import Engine
 from worker.kv_cache import KVCacheManager
 from worker.memory import Demand, choose_max_batch_tokens, choose_num_blocks, usable_threads
 from worker.model_loader import LoadedModel, load_model
-from worker.probe import probe
+from worker.probe import measure_step, probe
 from worker.runner import TorchRunner
 from worker.scheduler import Scheduler, SchedulerConfig
 
@@ -30,12 +31,14 @@ def build_engine(config: WorkerConfig, model_dir: Path, report: Callable[[str], 
     loaded = load_model(model_dir, config)
     device = loaded.model.device
     bytes_per_token = probe(loaded, config.block_size)
-    max_model_len = min(config.max_model_len or loaded.max_model_len, loaded.max_model_len)
+    max_model_len = choose_max_model_len(config.max_model_len, loaded.max_model_len)
     max_batch_size = config.max_batch_size if config.continuous_batching else 1
-    demand = Demand(max_batch_size, max_model_len)
+    max_batch_tokens = choose_max_batch_tokens(config.max_batch_tokens, max_batch_size, device)
+    step_bytes = measure_step(loaded, min(max_batch_tokens, max_model_len), config.block_size)
+    demand = Demand(max_batch_size, max_model_len, step_bytes)
     num_blocks = choose_num_blocks(config.num_blocks, bytes_per_token, config.block_size, demand, device)
     scheduler_config = SchedulerConfig(
-        max_batch_tokens=choose_max_batch_tokens(config.max_batch_tokens, max_batch_size, device),
+        max_batch_tokens=max_batch_tokens,
         max_batch_size=max_batch_size,
         max_queued_requests=config.max_queued_requests,
         max_model_len=max_model_len,
@@ -49,6 +52,13 @@ def build_engine(config: WorkerConfig, model_dir: Path, report: Callable[[str], 
         f"{scheduler_config.max_batch_tokens} tokens a step at most, context {scheduler.max_model_len}"
     )
     return Engine(scheduler, runner), describe(loaded, config, model_dir, scheduler, device)
+
+
+def choose_max_model_len(wanted: int | None, own: int) -> int:
+    """Return the context length in tokens. Raises ConfigError for more than the model's own."""
+    if wanted is not None and wanted > own:
+        raise ConfigError("max_model_len", f"{wanted} is beyond the model's own {own} tokens")
+    return wanted or own
 
 
 def describe(

@@ -8,6 +8,8 @@ Used by the thread that loads the model. Knows nothing of models but their nn.Li
 """
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -66,11 +68,11 @@ class Int8Linear(PackedLinear):
     after, so that each has its own, and one request's outlier does not cost its neighbours their precision.
     """
 
-    LEVELS = 127
-
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__(weight, bias)
-        scales = weight.abs().amax(1).clamp_(min=1e-12).double() / self.LEVELS
+        # Without VNNI the kernel adds pairs of products in 16 bits, which holds them only for 7-bit activations.
+        self._levels, self._zero = (127, 128) if torch.cpu._is_vnni_supported() else (63, 64)
+        scales = weight.abs().amax(1).clamp_(min=1e-12).double() / 127
         zeros = torch.zeros(self.out_features, dtype=torch.int64)
         quantised = torch.quantize_per_channel(weight.contiguous(), scales, zeros, 0, torch.qint8)
         self._packed = torch.ops.quantized.linear_prepack(quantised, None)
@@ -80,7 +82,7 @@ class Int8Linear(PackedLinear):
         """Return about x @ weight.T + bias for float32 x [..., in_features]."""
         scale = x.abs().amax(-1, keepdim=True).clamp_(min=1e-12)
         y: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x / scale, 1.0 / self.LEVELS, 128, self._packed
+            x / scale, 1.0 / self._levels, self._zero, self._packed
         )
         y = y * scale
         return y if self.bias is None else y + self.bias
@@ -97,7 +99,7 @@ def packed(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Mod
     return KINDS[kind](weight, bias)
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module computes x @ weight.T + bias, or GPT-2's x @ weight + bias, and nothing else."""
     return type(module) is Conv1D or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
 
@@ -108,15 +110,24 @@ def pack_linears(model: nn.Module, kind: str) -> Counter[str]:
     A weight that two modules share (a tied head) is packed for the linear layer, and the other module keeps its own
     copy. Layers with a forward of their own are left alone.
     """
-    made: Counter[str] = Counter()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if not is_linear(child):
-                continue
-            weight = child.weight.detach().float()
-            weight = weight.T.contiguous() if type(child) is Conv1D else weight
-            layer = packed(kind, weight, None if child.bias is None else child.bias.detach().float())
-            setattr(parent, name, layer)
-            made[type(layer).__name__] += 1
-            child.weight = None  # type: ignore[assignment]  # frees the float copy now, not with the last reference
-    return made
+    places = [
+        (parent, name) for parent in model.modules() for name, child in parent.named_children() if is_linear(child)
+    ]
+
+    def replace(place: tuple[nn.Module, str]) -> str:
+        # The layer is looked up here and held nowhere else, so that its float copy goes as soon as it is packed.
+        parent, name = place
+        layer = _pack(parent.get_submodule(name), kind)
+        setattr(parent, name, layer)
+        return type(layer).__name__
+
+    # Packing a layer takes one thread, without the interpreter's lock.
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return Counter(pool.map(replace, places))
+
+
+def _pack(layer: nn.Module, kind: str) -> nn.Module:
+    assert is_linear(layer)
+    weight = layer.weight.detach().float()
+    bias = None if layer.bias is None else layer.bias.detach().float()
+    return packed(kind, weight.T.contiguous() if type(layer) is Conv1D else weight, bias)

@@ -17,8 +17,11 @@ CPU_SHARE = 0.6
 CUDA_SHARE = 0.9
 """Part of the device memory now free that the cache may take; the rest is for activations."""
 
-CPU_BATCH_TOKENS = 256
+CPU_BATCH_TOKENS = 128
+"""Tokens of a step on the CPU: more of them are no faster a token there, and every running request waits longer."""
+
 CUDA_BATCH_TOKENS = 8192
+"""Tokens of a step on CUDA, where long steps are what keeps the device busy."""
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
@@ -26,10 +29,14 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one server could use at most: max_batch_size requests of max_model_len tokens each."""
+    """What one server could use at most: max_batch_size requests of max_model_len tokens each.
+
+    step_bytes: scratch memory of the largest step.
+    """
 
     max_batch_size: int
     max_model_len: int
+    step_bytes: int = 0
 
 
 def choose_num_blocks(
@@ -40,7 +47,7 @@ def choose_num_blocks(
     Raises ConfigError when there is no memory for them (even for a single request when none are named).
     """
     block_bytes = bytes_per_token * block_size
-    free = available_bytes(device)
+    free = available_bytes(device) - demand.step_bytes
     if wanted is not None:
         if wanted * block_bytes > free:
             raise ConfigError(

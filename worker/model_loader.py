@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from common.config import WorkerConfig
 from common.errors import ConfigError, ModelError
+from worker.activation import align_activations
 from worker.attention import choose_attention
 from worker.linear import pack_linears
 
@@ -82,6 +83,7 @@ def load_model(path: Path, config: WorkerConfig) -> LoadedModel:
     model = _read_weights(path, settings, config, _DTYPES[dtype], attention.name)
     if device.type == "cpu" and dtype == "float32":
         pack_linears(model, quantization)
+        align_activations(model)
     model = model.to(device).eval()  # type: ignore[arg-type]
     text = settings.get_text_config(decoder=True)
     return LoadedModel(

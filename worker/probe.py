@@ -52,6 +52,24 @@ def probe(loaded: LoadedModel, block_size: int) -> int:
     return runner.cache.bytes_per_token
 
 
+def measure_step(loaded: LoadedModel, num_tokens: int, block_size: int) -> int:
+    """Return the bytes of scratch memory that a step of `num_tokens` takes on a CUDA device.
+
+    0 on the CPU, where the share of memory that the cache leaves free has room for a step many times over.
+    """
+    device = loaded.model.device
+    if device.type != "cuda":
+        return 0
+    blocks = -(-num_tokens // block_size)
+    runner = TorchRunner(loaded.model, blocks, block_size)
+    request = RequestState("measure", [0] * num_tokens, num_tokens, SamplingParams(), 1)
+    request.block_table = list(range(blocks))
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.run(build_batch([Scheduled(request, num_tokens)], block_size))
+    return max(0, torch.cuda.max_memory_allocated(device) - before)
+
+
 def _request(vocab_size: int, at: int, blocks: int) -> RequestState:
     tokens = [(at_token * 7919 + 13) % vocab_size for at_token in range(NUM_TOKENS)]
     request = RequestState(f"probe-{at}", tokens, NUM_TOKENS, SamplingParams(temperature=0.0), 1)

@@ -4,8 +4,8 @@ Vectorised over the rows, yet a row's token depends on its own logits, parameter
 the engine thread.
 
 The order is that of transformers: penalties, temperature, top_k, top_p, min_p; then one uniform number picks from what
-is left by the inverse of its cumulative distribution. A filter is a threshold on the logits: tokens that tie with the
-last one kept are kept too, so the result does not depend on how a sort orders them.
+is left by the inverse of its cumulative distribution. A filter is a threshold on the probabilities: tokens that tie
+with the last one kept are kept too, so the result does not depend on how a sort orders them.
 
 Logits that are NaN or infinitely large cannot be sampled from. Such a row gives UNUSABLE, which fails its request; the
 other rows go on. Minus infinity is a token that cannot be drawn.
@@ -21,7 +21,7 @@ UNUSABLE = -1
 """In place of a token id: the row's logits were not finite. The scheduler fails the request."""
 
 NUM_CANDIDATES = 1024
-"""The largest logits that are looked at first for top_k and top_p; only a row that needs more is sorted whole."""
+"""The most likely tokens that are looked at first for top_k and top_p; only a row that needs more is sorted whole."""
 
 MIN_TEMPERATURE = 1e-6
 """Lower ones than this, but above 0, count as this: they would divide by zero in float32."""
@@ -91,13 +91,14 @@ def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
     # The largest becomes 0 before the division, so that no temperature, however low, makes it overflow.
     logits = logits - logits.amax(-1, keepdim=True)
     logits /= _column([max(p.temperature, MIN_TEMPERATURE) for p in params], logits)
+    probabilities = torch.softmax(logits, -1)
     filtered = [at for at, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
     if filtered:
         index = torch.tensor(filtered, device=logits.device)
-        part = logits.index_select(0, index)
+        part = probabilities.index_select(0, index)
         lowest = _lowest_kept(part, [params[at] for at in filtered])
-        logits.index_copy_(0, index, part.masked_fill_(part < lowest, float("-inf")))
-    cumulative = torch.softmax(logits, -1).cumsum(-1, dtype=torch.float64)
+        probabilities.index_copy_(0, index, part.masked_fill_(part < lowest, 0.0))
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     numbers = _column([uniform(row.params.seed, row.index) for row in rows], cumulative)
     # Strictly below the total, so that rounding can never pick a token of probability 0 behind the last one.
@@ -105,37 +106,44 @@ def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
     return torch.searchsorted(cumulative, wanted, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0]
 
 
-def _lowest_kept(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Return [rows, 1], the lowest logit that top_k, top_p and min_p leave; the largest logit of each row is 0."""
-    total = logits.exp().sum(-1, keepdim=True, dtype=torch.float64)
-    candidates = min(NUM_CANDIDATES, logits.shape[-1])
-    lowest, enough = _cut(logits.topk(candidates).values, total, params)
+def _lowest_kept(probabilities: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Return [rows, 1], the lowest probability that top_k, top_p and min_p leave."""
+    candidates = min(NUM_CANDIDATES, probabilities.shape[-1])
+    lowest, enough = _cut(probabilities.topk(candidates).values, params)
     whole = [at for at, known in enumerate(enough) if not known]
-    if whole and candidates < logits.shape[-1]:
-        index = torch.tensor(whole, device=logits.device)
-        ordered = logits.index_select(0, index).sort(-1, descending=True).values
-        lowest.index_copy_(0, index, _cut(ordered, total.index_select(0, index), [params[at] for at in whole])[0])
+    if whole and candidates < probabilities.shape[-1]:
+        index = torch.tensor(whole, device=probabilities.device)
+        ordered = _descending(probabilities.index_select(0, index))
+        lowest.index_copy_(0, index, _cut(ordered, [params[at] for at in whole])[0])
     return lowest
 
 
-def _cut(ordered: torch.Tensor, total: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, list[bool]]:
-    """Return the lowest kept of each row's largest logits, and whether these logits were enough to know it.
+def _cut(ordered: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, list[bool]]:
+    """Return the lowest kept of each row's largest probabilities, and whether these were enough to know it.
 
-    ordered: [rows, candidates], falling, the first 0. total: [rows, 1], the sum of exp over the whole vocabulary.
+    ordered: [rows, candidates], falling. top_p looks at what top_k leaves, min_p at the most likely token. The most
+    likely token always stays. Sums are running ones: a plain sum of one row takes another order than one of several.
     """
     width = ordered.shape[-1]
-    weights = ordered.exp().double()
     top_k = torch.tensor([[p.top_k or width + 1] for p in params], device=ordered.device)
     within = torch.arange(width, device=ordered.device) < top_k
-    weights *= within
-    total = torch.where(top_k <= width, weights.sum(-1, keepdim=True), total)
-    before = torch.nn.functional.pad(weights.cumsum(-1)[:, :-1], (1, 0))
-    top_p = _column([p.top_p if p.top_p < 1.0 else float("inf") for p in params], weights)
-    kept = within & (before < top_p * total) & (weights >= _column([p.min_p for p in params], weights))
+    mass = (ordered.double() * within).cumsum(-1)
+    total = torch.where(top_k <= width, mass[:, -1:], 1.0)
+    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
+    top_p = _column([p.top_p if p.top_p < 1.0 else float("inf") for p in params], mass)
+    min_p = _column([p.min_p for p in params], ordered)
+    kept = within & (before < top_p * total) & (ordered >= min_p * ordered[:, :1])
     count = kept.sum(-1, keepdim=True).clamp_(min=1)
     counts = count[:, 0].tolist()
     enough = [n < width if not p.top_k else p.top_k <= width for n, p in zip(counts, params, strict=True)]
     return ordered.gather(1, count - 1), enough
+
+
+def _descending(logits: torch.Tensor) -> torch.Tensor:
+    """Return the rows sorted, largest first. NumPy sorts on the CPU: without indices it is ten times torch's speed."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
+    return logits.sort(-1, descending=True).values
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,21 @@
 """Tiny models with random weights, one for each family whose attention differs, and what transformers makes of them."""
 
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache
+
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.params import SamplingParams
+from common.wire import Failed, Finished, Submit, Tokens
+from worker.activation import align_activations
+from worker.engine import Engine
+from worker.kv_cache import KVCacheManager
+from worker.linear import pack_linears
+from worker.runner import TorchRunner
+from worker.scheduler import Scheduler, SchedulerConfig
 
 VOCAB_SIZE = 199
 
@@ -98,3 +111,68 @@ def reference_tokens(model: PreTrainedModel, prompt_ids: list[int], count: int) 
         pad_token_id=0,
     )
     return output[0, len(prompt_ids) :].tolist()
+
+
+@lru_cache(maxsize=32)
+def packed_model(family: str, quantization: str = "none") -> PreTrainedModel:
+    """Return the model as the runner takes it. Shared between tests: nothing changes its weights."""
+    model = tiny_model(family, attention="paged_torch")
+    pack_linears(model, quantization)
+    align_activations(model)
+    return model
+
+
+def tiny_engine(
+    family: str,
+    *,
+    quantization: str = "none",
+    num_blocks: int = 256,
+    block_size: int = 8,
+    max_batch_tokens: int = 256,
+    max_batch_size: int = 32,
+) -> Engine:
+    """Return a real engine over a tiny model."""
+    config = SchedulerConfig(
+        max_batch_tokens=max_batch_tokens,
+        max_batch_size=max_batch_size,
+        max_queued_requests=100,
+        max_model_len=512,
+        vocab_size=VOCAB_SIZE,
+    )
+    scheduler = Scheduler(config, KVCacheManager(num_blocks, block_size))
+    return Engine(scheduler, TorchRunner(packed_model(family, quantization), num_blocks, block_size))
+
+
+@dataclass
+class Answer:
+    """What an engine gave for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    end: Finished | Failed | None = None
+
+
+def answers(
+    engine: Engine, prompts: list[list[int]], count: int, params: SamplingParams | list[SamplingParams]
+) -> list[Answer]:
+    """Submit all prompts at once and run the engine until it is idle."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    found = {str(at): Answer() for at in range(len(prompts))}
+    for at, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+        engine.add(Submit(str(at), "p/0123456789abcdef/", prompt, one, count, ignore_eos=True))
+    for _ in range(10_000):
+        for event in engine.take_events():
+            if isinstance(event, Tokens):
+                assert event.pos == len(found[event.id].tokens)
+                found[event.id].tokens += event.ids
+            elif isinstance(event, Finished | Failed):
+                found[event.id].end = event
+        if not engine.has_work:
+            return list(found.values())
+        engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Return a random prompt without special tokens."""
+    chooser = random.Random(seed)
+    return [chooser.randrange(3, VOCAB_SIZE) for _ in range(length)]

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("common", "web", "worker", "cli")
 
 TORCH_HALF = {
+    "worker.activation",
     "worker.assemble",
     "worker.attention",
     "worker.attention_step",

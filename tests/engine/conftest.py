@@ -1,0 +1,19 @@
+"""Engine tests run tiny models: one thread is quickest for them. Those about bits ask for more."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def two_threads(one_thread: None) -> None:
+    torch.set_num_threads(2)
