@@ -20,7 +20,7 @@ GRAIN = 32768
 
 _CLASSES: list[Any] = [entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()]
 
-ACTIVATIONS: tuple[type[nn.Module], ...] = tuple(cls for cls in _CLASSES if cls is not nn.PReLU)
+ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, *(cls for cls in _CLASSES if cls is not nn.PReLU))
 """The classes that transformers makes a model's activation from, those that take each element by itself."""
 
 

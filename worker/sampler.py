@@ -70,7 +70,7 @@ def _penalise(logits: torch.Tensor, which: list[int], rows: list[SampleRow]) -> 
     at_rows, at_tokens, repetition, subtracted = [], [], [], []
     for at in which:
         row = rows[at]
-        seen, occurrence = np.unique(np.asarray(row.tokens), return_inverse=True)
+        seen, occurrence = np.unique(np.asarray(row.tokens, np.int64), return_inverse=True)
         generated = np.bincount(occurrence[row.num_prompt :], minlength=len(seen))
         params = row.params
         at_rows.append(np.full(len(seen), at))
