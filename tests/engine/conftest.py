@@ -1,9 +1,15 @@
 """Engine tests run tiny models: one thread is quickest for them. Those about bits ask for more."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from worker.threads import spin_briefly
+
+spin_briefly(os.environ)  # before torch is imported: two threads crawl when another program wants a core, too
+
+import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
