@@ -7,11 +7,10 @@ is loading or a step takes long. It never computes anything and never waits for 
 
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict
 
+from common.clock import AwakeClock
 from common.config import WorkerConfig
 from common.errors import ErrorCode, RequestError, WireError
 from common.ids import new_incarnation
@@ -48,23 +47,6 @@ LINGER_S = 0.3
 LOG_INTERVAL_S = 1.0
 
 
-class AwakeClock:
-    """Seconds during which this process was awake: after a SIGSTOP no web process is blamed for our own silence."""
-
-    def __init__(self, max_gap_s: float, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._max_gap_s = max_gap_s
-        self._read_s = clock()
-        self._now = 0.0
-
-    def read(self) -> float:
-        """Return the time; a longer gap than `max_gap_s` since the last call counts as that much."""
-        read_s = self._clock()
-        self._now += min(read_s - self._read_s, self._max_gap_s)
-        self._read_s = read_s
-        return self._now
-
-
 class WorkerServer:
     """See the module. Binds the endpoints at once and raises ConfigError when it cannot.
 
@@ -86,6 +68,7 @@ class WorkerServer:
         self._malformed_messages = 0
         self._log_at_s = 0.0
         self._beat_at_s = 0.0
+        # After a SIGSTOP no web process is blamed for our own silence.
         self._clock = AwakeClock(4 * config.heartbeat_interval_s)
         self._now = 0.0
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
@@ -152,7 +135,7 @@ class WorkerServer:
         if self._events:
             return 0.0
         flush_at_s = self._publisher.flush_due_s()
-        return min(self._beat_at_s, self._beat_at_s if flush_at_s is None else flush_at_s) - self._now
+        return (self._beat_at_s if flush_at_s is None else min(self._beat_at_s, flush_at_s)) - self._now
 
     def _take_messages(self) -> None:
         for change in self._channel.take_subscriptions():

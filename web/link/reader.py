@@ -1,8 +1,7 @@
 """The thread that takes in what the worker publishes and looks at what is due (a greenlet under gevent).
 
-Owns the receiving half of the socket and the clock. The clock counts only time in which this process was awake: after
-a SIGSTOP, or a long pause of the machine, what has piled up is read before anything is judged, and the pause itself
-counts for next to nothing.
+Owns the receiving half of the socket and the clock of all limits, which counts only time in which this process was
+awake: after a SIGSTOP what has piled up is read before anything is judged.
 """
 
 import logging
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from common.clock import AwakeClock
 from common.errors import WireError
 from common.wire import decode_to_web
 from web.link.registry import Registry
@@ -46,14 +46,12 @@ class Reader:
         on_tick: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._clock = clock
         self._wire = wire
         self._registry = registry
         self._on_tick = on_tick
         self._stopping = False
-        self._now = 0.0
-        self._read_s = clock()
-        self._ticked_s = self._read_s
+        self._clock = AwakeClock(MAX_ROUND_S, clock)
+        self._ticked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="link-reader", daemon=True)
 
     def start(self) -> None:
@@ -79,13 +77,11 @@ class Reader:
         messages = self._wire.receive(ROUND_MESSAGES)
         for data in messages:
             self._take(data)
-        now = self._clock()
-        self._now += min(now - self._read_s, MAX_ROUND_S)
-        self._read_s = now
+        now = self._clock.read()
         # A full round may not have been all, and it is too early to judge.
         if len(messages) < ROUND_MESSAGES and now - self._ticked_s >= TICK_S:
             self._ticked_s = now
-            self._registry.sweep(self._now, self._wire.can_send())
+            self._registry.sweep(now, self._wire.can_send())
             self._on_tick()
         if messages:
             # When messages keep coming, `wait` never waits; under gevent nobody else would ever run.
