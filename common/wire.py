@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgpack
 
-from common.errors import ErrorCode, WireError
+from common.errors import ErrorCode, RequestError, WireError
 from common.ids import is_topic
 from common.params import SamplingParams
 
@@ -193,6 +193,11 @@ class Failed:
     code: ErrorCode = _wire(ErrorCode)
     message: str = _wire(_text(4096))
     retryable: bool = _wire(_boolean, default=False)
+
+    @classmethod
+    def of(cls, request_id: str, error: RequestError) -> "Failed":
+        """Return the event that ends a request with this error."""
+        return cls(request_id, error.code, error.message, error.kind.retryable)
 
 
 Event = Accepted | Tokens | Finished | Failed

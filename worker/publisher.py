@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from common.errors import ERROR_KINDS, ErrorCode, RequestError
+from common.errors import ErrorCode, RequestError
 from common.wire import Accepted, Batch, Event, Failed, Finished, Resync, Submit, Tokens
 
 EVENT_COST_TOKENS = 16
@@ -195,8 +195,7 @@ class Publisher:
 
     def fail_all(self, error: RequestError) -> None:
         """End every request that has not ended yet, because nothing will come from the engine any more."""
-        live = [record.id for record in self._records.values() if record.end is None]
-        self.record([Failed(id, error.code, error.message, error.kind.retryable) for id in live])
+        self.record([Failed.of(record.id, error) for record in self._records.values() if record.end is None])
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -303,5 +302,4 @@ class Publisher:
 
 
 def _unknown(request_id: str) -> Failed:
-    code = ErrorCode.UNKNOWN_REQUEST
-    return Failed(request_id, code, "the worker does not know this request", ERROR_KINDS[code].retryable)
+    return Failed.of(request_id, RequestError(ErrorCode.UNKNOWN_REQUEST, "the worker does not know this request"))

@@ -108,7 +108,7 @@ class Scheduler:
     def refuse(self, request_id: str, error: RequestError) -> None:
         """Answer a request that is not taken."""
         self.counters.refused += 1
-        self._events.append(_failure(request_id, error))
+        self._events.append(Failed.of(request_id, error))
 
     def schedule(self) -> list[Scheduled]:
         """Choose the tokens of the next step: running requests first, decodes before prefills, then new ones."""
@@ -159,7 +159,7 @@ class Scheduler:
 
     def fail(self, request: RequestState, error: RequestError) -> None:
         """End a live request with an error."""
-        self.finish(request, _failure(request.id, error))
+        self.finish(request, Failed.of(request.id, error))
 
     def finish(self, request: RequestState, event: Finished | Failed) -> None:
         """The one way out: free what the request holds and emit its terminal event."""
@@ -274,7 +274,3 @@ def _put(plan: list[Scheduled], request: RequestState, budget: int) -> int:
     num_new = min(request.num_tokens - request.num_computed, budget)
     plan.append(Scheduled(request, num_new))
     return num_new
-
-
-def _failure(request_id: str, error: RequestError) -> Failed:
-    return Failed(request_id, error.code, error.message, error.kind.retryable)

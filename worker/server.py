@@ -176,7 +176,7 @@ class WorkerServer:
             except RuntimeError:
                 refusal = RequestError(ErrorCode.NOT_READY, "the engine has stopped")
         assert refusal is not None
-        self._publisher.record([Failed(submit.id, refusal.code, refusal.message, refusal.kind.retryable)])
+        self._publisher.record([Failed.of(submit.id, refusal)])
 
     def _refusal(self) -> RequestError | None:
         if self._stopping.is_set():

@@ -263,7 +263,7 @@ class Registry:
 
     def _fail(self, call: Call, error: RequestError) -> None:
         log.warning("%s failed: %s", call.id, error.message)
-        call.end(Failed(call.id, error.code, error.message, error.kind.retryable))
+        call.end(Failed.of(call.id, error))
         self._stale.discard(call.id)
 
 
