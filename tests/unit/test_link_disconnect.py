@@ -1,9 +1,11 @@
 """The disconnect watcher on real socket pairs, under threads and under gevent."""
 
+import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +85,41 @@ def test_after_unwatch_nothing_is_called(watcher: DisconnectWatcher) -> None:
     assert not gone.is_set()
     ours.close()
     other_ours.close()
+
+
+def test_a_descriptor_that_is_used_again_is_another_client() -> None:
+    """Two clients leave together; while the first is dealt with, a new one gets the second's descriptor.
+
+    The bug: hang-ups were collected first and looked up later, so the new client was taken for gone.
+    """
+    watcher = DisconnectWatcher()
+    pairs = [socket.socketpair() for _ in range(2)]
+    newcomer, peer = socket.socketpair()
+    newcomer_gone = threading.Event()
+    fds = [ours.fileno() for ours, _ in pairs]
+
+    def give_to_newcomer(fd: int) -> None:
+        if not newcomer_gone.is_set() and fd in fds:
+            fds.clear()
+            watcher.unwatch(fd)
+            os.dup2(newcomer.fileno(), fd)
+            watcher.watch(fd, newcomer_gone.set)
+
+    for (ours, theirs), other in zip(pairs, reversed(fds), strict=True):
+        theirs.close()
+        watcher.watch(ours.fileno(), lambda other=other: give_to_newcomer(other))
+    watcher.start()
+    ours, theirs, gone = watched_pair(watcher)
+    while fds:
+        time.sleep(0.01)
+    theirs.close()
+    assert gone.wait(5)
+    assert not newcomer_gone.is_set()
+    peer.close()
+    assert newcomer_gone.wait(5)
+    watcher.stop()
+    for each in (ours, newcomer, *(left for left, _ in pairs)):
+        each.close()
 
 
 def test_one_failing_callback_does_not_end_the_watch(watcher: DisconnectWatcher) -> None:

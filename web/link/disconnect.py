@@ -73,12 +73,18 @@ class DisconnectWatcher:
     def _run(self) -> None:
         while not self._stopping:
             self._poll.poll(STOP_CHECK_S * 1000)
-            for fd, _ in self._epoll.poll(0):
-                with self._lock:
-                    callback = self._callbacks.pop(fd, None)
-                    self._unregister(fd)
-                if callback:
-                    self._call(callback)
+            callback = self._take_hang_up()
+            if callback:
+                self._call(callback)
+
+    def _take_hang_up(self) -> Callable[[], None] | None:
+        """Return the callback of one client that has hung up, if there is one, and stop watching its socket."""
+        # Under one lock: a descriptor that is looked up later may be another client's by then.
+        with self._lock:
+            for fd, _ in self._epoll.poll(0, 1):
+                self._unregister(fd)
+                return self._callbacks.pop(fd, None)
+        return None
 
     def _call(self, callback: Callable[[], None]) -> None:
         try:
