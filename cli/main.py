@@ -6,7 +6,6 @@ and of models end with one line that names the key, and exit code 2, which tells
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -97,7 +96,7 @@ def pull(
     from cli.pull import pull_model
 
     config = load(WorkerConfig, flags)
-    pull_model(name or config.model, Path(config.cache_dir))
+    pull_model(name or config.model, config.cache_path)
 
 
 @app.command()
@@ -106,7 +105,7 @@ def models(**flags: Any) -> None:
     """List the models known by name."""
     from cli.pull import list_models
 
-    list_models(Path(load(WorkerConfig, flags).cache_dir))
+    list_models(load(WorkerConfig, flags).cache_path)
 
 
 @app.command()

@@ -7,6 +7,7 @@ name the key.
 """
 
 import ipaddress
+import math
 import os
 import tempfile
 import types
@@ -141,6 +142,11 @@ class WorkerConfig(WireConfig):
         30.0, "seconds a web process may take nothing before its requests are cancelled", at_least(0)
     )
 
+    @property
+    def cache_path(self) -> Path:
+        """The cache folder; a `~` that no shell has replaced is the user's home."""
+        return Path(self.cache_dir).expanduser()
+
 
 @dataclass(frozen=True)
 class WebConfig(WireConfig):
@@ -255,8 +261,8 @@ def _check(f: Any, value: Any) -> None:
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f.name, f"must be {_TYPE_NAMES.get(kind, 'true or false')}, not {value!r}")
-    if isinstance(value, float) and value != value:
-        raise ConfigError(f.name, "must be a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f.name, f"must be a finite number, not {value!r}")
     problem = f.metadata["check"](value) if f.metadata["check"] else None
     if problem:
         raise ConfigError(f.name, f"{problem}, not {value!r}")

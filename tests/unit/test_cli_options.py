@@ -16,6 +16,7 @@ from cli.web_process import gunicorn_command
 from common import __version__
 from common.config import WebConfig, WorkerConfig
 from tests.support.processes import ROOT
+from worker.models.catalogue import load_catalogue
 
 TIMEOUT_S = 60
 
@@ -124,6 +125,15 @@ def test_version():
 def test_models_lists_the_catalogue():
     """The names that MODEL takes can be looked up."""
     assert "qwen2.5-coder-0.5b-instruct" in run_cli("models").stdout
+
+
+def test_a_tilde_in_the_cache_folder_is_the_users_home(tmp_path):
+    """Variables in files that no shell reads keep their `~`; every command looks where the worker does."""
+    entry = load_catalogue().get("default")
+    (tmp_path / "cache" / "downloads").mkdir(parents=True)
+    (tmp_path / "cache" / "downloads" / entry.file).touch()
+    shown = run_cli("models", HOME=str(tmp_path), TOKENLOOM_CACHE_DIR="~/cache").stdout
+    assert next(line for line in shown.splitlines() if entry.name in line).split()[4] == "yes", shown
 
 
 def test_the_web_tier_is_gunicorn_with_the_projects_configuration():

@@ -151,6 +151,7 @@ def test_an_unknown_variable_is_refused_by_name():
         (WebConfig, "web_workers", "2.5"),
         (WebConfig, "web_worker_class", "sync"),
         (WebConfig, "ping_interval_s", "nan"),
+        (WebConfig, "graceful_timeout_s", "inf"),
         (WebConfig, "ping_interval_s", "0"),
         (WebConfig, "log_level", "loud"),
         (WebConfig, "submit_endpoint", "tcp://0.0.0.0:5555"),

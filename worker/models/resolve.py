@@ -33,27 +33,33 @@ def resolve_model(config: WorkerConfig, report: Report) -> ResolvedModel:
 
     Raises ModelError when it cannot be found, fetched or converted, or is refused.
     """
-    name, cache_dir = config.model, Path(config.cache_dir).expanduser()
+    name, path = _locate(config, report)
+    return ResolvedModel(config.served_model_name or name, path)
+
+
+def _locate(config: WorkerConfig, report: Report) -> tuple[str, Path]:
+    """Return the name that clients use unless another is set, and the folder."""
+    name, cache_dir = config.model, config.cache_path
     entry = load_catalogue().find(name)
     path = Path(name).expanduser()
     if entry is not None and not path.exists():
         folder = converted_folder(Path(entry.file), cache_dir, entry.sha256)
         if not folder.is_dir():
             folder = convert(pull_entry(entry, cache_dir, report), cache_dir, report, entry.sha256)
-        return ResolvedModel(config.served_model_name or entry.name, folder)
+        return entry.name, folder
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"{path} is a file but not a .gguf; name a folder with config.json, or a .gguf file")
-        return ResolvedModel(config.served_model_name or path.stem, convert(path, cache_dir, report))
+        return path.stem, convert(path, cache_dir, report)
     if path.is_dir():
         check_folder(path, config)
-        return ResolvedModel(config.served_model_name or path.resolve().name, path)
+        return path.resolve().name, path
     if not _is_hub_id(name):
         known = ", ".join(e.name for e in load_catalogue().entries)
         raise ModelError(f"{name} is no file or folder here, no hub id (owner/name) and not in the catalogue ({known})")
     folder = _from_hub(config)
     check_folder(folder, config)
-    return ResolvedModel(config.served_model_name or name, folder)
+    return name, folder
 
 
 def check_folder(folder: Path, config: WorkerConfig) -> None:
