@@ -218,8 +218,8 @@ def _event(value: Any) -> Event:
 class Submit:
     """web → worker: run this prompt. Repeating one is harmless: a known id is answered with what it already has.
 
-    deadline: Unix time in seconds, or None. grammar and generated_ids are empty for a fresh request without a
-    grammar; generated_ids are the tokens a resumed request already has.
+    deadline: Unix time in seconds, or None; no worker looks at it yet. grammar: refused when set. generated_ids: the
+    tokens that a resumed request already has.
     """
 
     TYPE: ClassVar[str] = "submit"

@@ -37,8 +37,6 @@ class RequestState:
     ignore_eos: bool = False
     priority: int = 0
     tenant: str = ""
-    deadline: float | None = None
-    topic: str = ""
     arrival: int = 0
     status: RequestStatus = RequestStatus.WAITING
     num_computed: int = 0
@@ -63,8 +61,6 @@ class RequestState:
             ignore_eos=submit.ignore_eos,
             priority=submit.priority,
             tenant=submit.tenant,
-            deadline=submit.deadline,
-            topic=submit.topic,
         )
 
     @property
