@@ -9,7 +9,7 @@ from typing import Any
 from flask import Flask, Response, g
 from werkzeug.exceptions import HTTPException
 
-from common.errors import ERROR_KINDS, ErrorCode, RequestError
+from common.errors import ErrorCode, RequestError
 from web.answers import json_bytes
 from web.link.call import ClientGone
 
@@ -20,8 +20,6 @@ RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499
 """nginx's number for a client that left before its answer; nobody reads it."""
 
-RETRY_STATUSES = frozenset({429, 503})
-
 
 def error_json(error: RequestError) -> dict[str, Any]:
     """Return OpenAI's error object."""
@@ -31,7 +29,7 @@ def error_json(error: RequestError) -> dict[str, Any]:
 def error_response(error: RequestError) -> Response:
     """Return the response for a request that cannot be served."""
     response = Response(json_bytes(error_json(error)), error.kind.status, mimetype="application/json")
-    if error.kind.status in RETRY_STATUSES:
+    if error.kind.retryable:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response
 
@@ -63,6 +61,4 @@ def _http_error(error: HTTPException) -> Response:
 
 def _unexpected(error: Exception) -> Response:
     log.error("%s failed", g.get("request_id"), exc_info=error)
-    kind = ERROR_KINDS[ErrorCode.INTERNAL_ERROR]
-    body = _object("the server failed to answer", kind.type, None, str(ErrorCode.INTERNAL_ERROR))
-    return Response(json_bytes(body), kind.status, mimetype="application/json")
+    return error_response(RequestError(ErrorCode.INTERNAL_ERROR, "the server failed to answer"))
