@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
@@ -68,7 +68,7 @@ class StageBars:
 
     def __init__(self, bars: Bars):
         self._bars = bars
-        self._tasks: dict[str, object] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, progress: Progress) -> None:
         """Show `progress`."""
@@ -76,4 +76,4 @@ class StageBars:
         if progress.stage not in self._tasks:
             self._tasks[progress.stage] = self._bars.add_task(progress.message, total=total)
         task = self._tasks[progress.stage]
-        self._bars.update(task, description=progress.message, completed=progress.done, total=total)  # type: ignore[arg-type]
+        self._bars.update(task, description=progress.message, completed=progress.done, total=total)

@@ -164,7 +164,7 @@ def _qwen2(file: GGUFFile, config: Config) -> None:
 
 
 def _qwen3(file: GGUFFile, config: Config) -> None:
-    config |= {"head_dim": _head_dim(file, config), "use_sliding_window": False, "attention_bias": False}
+    config |= {"head_dim": _head_dim(file, config), "use_sliding_window": False}
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
 
 
