@@ -5,7 +5,7 @@ field's type and bound and raises WireError for anything else, so that what leav
 that are not known are ignored; another version is refused. Never pickle.
 
 `pos` makes every event idempotent: it is the index, among the request's generated tokens, at which the event's ids
-start. `seq` counts the batches of one topic within one incarnation of the worker from 1, so a gap can be seen.
+start. `seq` grows by one with each batch of a topic within one incarnation of the worker, so a gap can be seen.
 """
 
 import math

@@ -118,6 +118,8 @@ class Publisher:
         self._records: dict[str, _Record] = {}
         self._retained: OrderedDict[str, float] = OrderedDict()
         self._retained_tokens = 0
+        # Beyond the numbers of every forgotten topic, so that one that comes back is not taken for never having gone.
+        self._first_seq = 0
         self.counters = PublisherCounters()
 
     # --- web processes ------------------------------------------------------------------------------------------------
@@ -250,8 +252,9 @@ class Publisher:
             grace_s = limits.subscriber_grace_s if topic.ever_subscribed else limits.first_subscription_s
             if not topic.subscribed and now - topic.since_s > grace_s:
                 self.counters.lost_subscribers += 1
-                del self._topics[topic.name]
                 cancelled += self._abandon(topic)
+                del self._topics[topic.name]
+                self._first_seq = max(self._first_seq, topic.seq)
             elif topic.blocked_since_s is not None and now - topic.blocked_since_s > limits.stuck_limit_s:
                 self.counters.stuck_subscribers += 1
                 topic.blocked_since_s = None
@@ -262,6 +265,8 @@ class Publisher:
     def _abandon(self, topic: _Topic) -> list[str]:
         """Forget a topic's requests; return those that still run, whose records stay until their end comes."""
         topic.untold.clear()
+        # Like a batch that was lost: should the web process come back, it must notice and ask what became of its calls.
+        topic.seq += 1
         live: list[str] = []
         for record in [r for r in self._records.values() if r.topic is topic]:
             if record.end is None:
@@ -297,7 +302,7 @@ class Publisher:
         """Return the topic of that name, a new one if need be, or None when there are too many."""
         topic = self._topics.get(name)
         if topic is None and len(self._topics) < self._limits.max_topics:
-            topic = self._topics[name] = _Topic(name, now)
+            topic = self._topics[name] = _Topic(name, now, seq=self._first_seq)
         return topic
 
 

@@ -377,7 +377,8 @@ def test_a_topic_that_was_stuck_goes_on_when_it_comes_back():
     assert isinstance(event, Failed)
     bench.add("new")
     bench.step(Tokens("new", 0, [1]))
-    assert [batch.seq for batch in bench.sent[A]] == [3]
+    # One number is left out, as if a batch had been lost: the process learns that it must ask.
+    assert [batch.seq for batch in bench.sent[A]] == [4]
 
 
 def test_a_silent_subscriber_is_never_stuck():
@@ -475,3 +476,20 @@ def test_nothing_is_left_when_all_is_over():
     publisher = bench.publisher
     assert (publisher._records, publisher._topics, publisher._retained_tokens) == ({}, {}, 0)
     assert not publisher._retained
+
+
+def test_a_process_that_was_given_up_sees_a_gap_when_it_comes_back():
+    """After the grace the numbers do not start anew, or the process would wait for its lost requests for ever."""
+    bench = Bench(subscriber_grace_s=2.0)
+    bench.add("old")
+    bench.step()
+    assert bench.publisher.subscribers() == [(A, 1)]
+    bench.publisher.unsubscribe(A, bench.now)
+    assert bench.pass_s(5.0) == ["old"]
+    bench.step(finished("old", "cancelled"))
+    bench.sent[A].clear()
+    bench.add("new")
+    ((_, seq),) = bench.publisher.subscribers()
+    assert seq > 1
+    bench.step()
+    assert [batch.seq for batch in bench.sent[A]] == [seq + 1]

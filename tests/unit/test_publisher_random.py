@@ -69,7 +69,8 @@ class Web:
             self.suspect_all()
 
     def suspect_all(self) -> None:
-        self.stale |= {id for id in self.have if id not in self.ends}
+        # A request that was never accepted is submitted again instead, as web.link.registry does.
+        self.stale |= {id for id in self.have if id in self.accepted and id not in self.ends}
 
     def take(self, event: Event) -> None:
         have = self.have[event.id]
@@ -164,7 +165,13 @@ class Lives(RuleBasedStateMachine):
 
     @rule(id=requests)
     def submit_again(self, id):
-        if id not in self.webs[self.owner[id]].ends:
+        self.submit_unanswered(id)
+
+    def submit_unanswered(self, id):
+        """A web process reads what has arrived before it judges that an answer is missing."""
+        web = self.webs[self.owner[id]]
+        self.deliver(web.topic, 1000)
+        if id not in web.accepted and id not in web.ends:
             self.take_submit(self.submits[id])
 
     @rule(id=requests)
@@ -237,6 +244,7 @@ class Lives(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.05, 0.2, 1.0, 1.5, 6.0]))
     def time_passes(self, seconds):
         self.now += seconds
+        self.publish()  # the io thread tries again all the time; only what still fails counts as stuck
         self.expire()
 
     # --- what must hold ---
@@ -253,9 +261,7 @@ class Lives(RuleBasedStateMachine):
             self.webs[topic].blocked = False
             self.subscribe(topic)
         for id in self.owner:
-            web = self.webs[self.owner[id]]
-            if id not in web.accepted and id not in web.ends:
-                self.take_submit(self.submits[id])
+            self.submit_unanswered(id)
         for _ in range(60):
             self.now += 0.2
             self.engine_steps(5)
@@ -265,10 +271,8 @@ class Lives(RuleBasedStateMachine):
             self.heartbeats()
             for topic in TOPICS:
                 self.resync(topic)
-                web = self.webs[topic]
-                for id in web.have:
-                    if id not in web.accepted and id not in web.ends:
-                        self.take_submit(self.submits[id])
+                for id in self.webs[topic].have:
+                    self.submit_unanswered(id)
         for id, topic in self.owner.items():
             web = self.webs[topic]
             end = web.ends[id]
