@@ -21,6 +21,7 @@ from common.config import WebConfig, load
 _config = load(WebConfig)
 
 _KILL_MARGIN_S = 5
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 _LAST_LOOK_S = 2
 """Gunicorn looks once a second whether all connections have ended."""
 
@@ -50,6 +51,7 @@ def on_starting(server: Any) -> None:
     """Allow as many open files as the system lets us: each connection is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _let_signals_end_a_starting_process()
 
 
 def post_worker_init(worker: Any) -> None:
@@ -75,6 +77,25 @@ def pre_request(worker: Any, req: Any) -> None:
 def post_request(worker: Any, req: Any, environ: dict[str, Any], resp: Any) -> None:
     """Note that a connection waits for its next request."""
     _idle.add(environ["gunicorn.socket"])
+
+
+def _let_signals_end_a_starting_process() -> None:
+    """Let a process that Gunicorn has just forked obey the master's signals at once.
+
+    Until it has set its own handlers it has copies of the master's, which only put the signal into a queue that nobody
+    reads there; the master sends it once and would then wait for all of graceful_timeout.
+    """
+
+    def in_child() -> None:
+        for number in _STOP_SIGNALS:
+            signal.signal(number, lambda signum, frame: os._exit(0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS),
+        after_in_child=in_child,
+    )
 
 
 def _drain_on_sigterm(worker: Any, link: Any) -> None:

@@ -1,6 +1,10 @@
 """What Gunicorn is told, from the TOKENLOOM_ variables."""
 
+import os
 import runpy
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -41,3 +45,29 @@ def test_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong value stops the start with the name of the setting."""
     with pytest.raises(ConfigError, match="web_workers"):
         settings(monkeypatch, web_workers="none")
+
+
+STARTING = """
+import os, signal, sys, time
+import web.gunicorn_conf as conf
+conf.on_starting(None)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+    signal.signal(number, lambda *_: None)  # like Gunicorn's master, which only queues it
+pid = os.fork()
+if pid == 0:
+    time.sleep(5)
+    os._exit(7)
+os.kill(pid, int(sys.argv[1]))
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+os.kill(os.getpid(), int(sys.argv[1]))  # the master keeps its own handler
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
+def test_a_signal_ends_a_process_that_has_only_been_forked(number: signal.Signals) -> None:
+    """A worker that fails as soon as it starts ends the web tier while that is still forking: no signal is lost."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLOOM_")}
+    command = [sys.executable, "-c", STARTING, str(int(number))]
+    result = subprocess.run(command, env={**env, "PYTHONPATH": os.getcwd()}, timeout=30, check=False)
+    assert result.returncode == 0
