@@ -53,8 +53,9 @@ pull: install ## fetch a model of the catalogue ahead of time; the default one w
 models: install ## list the models known by name
 	@$(BIN)/tokenloom models
 
-chaos: install-dev pull ## kill, stop and flood a running server, and check what clients see
-	@$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
+chaos: install-dev pull ## kill, freeze and stop real processes, and check what clients see
+	@$(BIN)/python -m pytest $(addprefix tests/integration/test_,faults_api.py faults_web.py worker_wire.py serve.py \
+		serve_supervisor.py) $(PYTEST_ARGS)
 
 load: install-dev ## load a running server with locust: PORT=8000 ARGS='--users 16 --run-time 1m'
 	@$(BIN)/locust --headless --only-summary -f tests/load/locustfile.py \

@@ -47,7 +47,7 @@ class Registry:
         self._groups: set[CallGroup] = set()
         self._stale: set[str] = set()
         self._resync_at_s = 0.0
-        self._unsent_cancels: deque[Cancel] = deque()
+        self._unsent_cancels: dict[str, Cancel] = {}
         self._worker = WorkerView(config.heartbeat_timeout_s)
         self._incarnation = ""
         self._past_lives: deque[str] = deque(maxlen=PAST_LIVES)
@@ -162,11 +162,13 @@ class Registry:
     def _cancel(self, call: Call, reason: str) -> None:
         message = Cancel(call.id, reason)
         if not self._send(message):
-            self._unsent_cancels.append(message)
+            self._unsent_cancels[call.id] = message
 
     def _retry_cancels(self) -> None:
-        while self._unsent_cancels and self._send(self._unsent_cancels[0]):
-            self._unsent_cancels.popleft()
+        for name, message in list(self._unsent_cancels.items()):
+            if not self._send(message):
+                return
+            del self._unsent_cancels[name]
 
     def _forget(self, group: CallGroup, reason: str) -> None:
         self._groups.discard(group)

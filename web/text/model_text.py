@@ -71,7 +71,7 @@ class ModelTexts:
 
     def _load(self, path: str) -> ModelText:
         try:
-            return offload(ModelText, Path(path))
+            return offload(ModelText, Path(path).expanduser())
         except (OSError, ValueError) as error:
             if path != self._broken_path:
                 self._broken_path = path
