@@ -90,7 +90,7 @@ class AttentionStep:
 
     def _build_groups(self, window: int | None) -> Iterator[TileGroup]:
         tiles = [tile for segment in self.batch.segments for tile in split_segment(segment, window, self.block_size)]
-        for decodes in group_by_context([tile for tile in tiles if tile.length == 1]):
+        for decodes in group_by_context([tile for tile in tiles if tile.length == 1], self.block_size):
             yield self._group(decodes, window)
         for tile in tiles:
             if tile.length > 1:
@@ -141,7 +141,7 @@ def split_segment(segment: Segment, window: int | None, block_size: int) -> Iter
         at = tile_end
 
 
-def group_by_context(tiles: list[Tile]) -> Iterator[list[Tile]]:
+def group_by_context(tiles: list[Tile], block_size: int) -> Iterator[list[Tile]]:
     """Group tiles of like context, so that padding to the longest of a group wastes little."""
     group: list[Tile] = []
     used_blocks = 0
@@ -150,7 +150,7 @@ def group_by_context(tiles: list[Tile]) -> Iterator[list[Tile]]:
             padded = group[0].num_blocks * (len(group) + 1)
             # A few blocks more or less are not worth another round of small matrix products.
             wasteful = padded > MAX_PADDING * (used_blocks + tile.num_blocks) + 64
-            if wasteful or padded > max(1, MAX_GROUP_TOKENS // 32):
+            if wasteful or padded * block_size > MAX_GROUP_TOKENS:
                 yield group
                 group, used_blocks = [], 0
         group.append(tile)

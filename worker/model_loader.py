@@ -139,11 +139,11 @@ def _read_weights(
 
 
 def _context_length(text: PreTrainedConfig) -> int:
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 1:
             return value
-    return 2048
+    raise ModelError(f"{text.model_type}: the configuration names no context length")
 
 
 def _window(text: PreTrainedConfig) -> int | None:

@@ -139,14 +139,14 @@ def test_sliding_layers_read_their_window_only():
     assert tile.num_blocks * 32 <= 512 + 512 // 4 + 2 * 32
 
 
-@given(st.lists(st.integers(1, 1024), min_size=1, max_size=64))
-def test_decode_groups_hold_each_sequence_once_and_bound_the_padding(lengths):
-    tiles = [Tile(i, 32 * n - 1, 1, 0, n, list(range(n))) for i, n in enumerate(lengths)]
-    groups = list(group_by_context(tiles))
+@given(st.lists(st.integers(1, 1024), min_size=1, max_size=64), st.sampled_from([8, 32, 128]))
+def test_decode_groups_hold_each_sequence_once_and_bound_the_padding(lengths, block_size):
+    tiles = [Tile(i, block_size * n - 1, 1, 0, n, list(range(n))) for i, n in enumerate(lengths)]
+    groups = list(group_by_context(tiles, block_size))
     assert sorted(tile.row for group in groups for tile in group) == list(range(len(lengths)))
     for group in groups:
         padded = len(group) * max(tile.num_blocks for tile in group)
-        assert len(group) == 1 or padded * 32 <= MAX_GROUP_TOKENS
+        assert len(group) == 1 or padded * block_size <= MAX_GROUP_TOKENS
         assert padded <= 1.5 * sum(tile.num_blocks for tile in group) + 64
 
 
