@@ -37,6 +37,7 @@ def build_engine(config: WorkerConfig, model_dir: Path, report: Callable[[str], 
     step_bytes = measure_step(loaded, min(max_batch_tokens, max_model_len), config.block_size)
     demand = Demand(max_batch_size, max_model_len, step_bytes)
     num_blocks = choose_num_blocks(config.num_blocks, bytes_per_token, config.block_size, demand, device)
+    check_cache_size(num_blocks * config.block_size, config.max_model_len)
     scheduler_config = SchedulerConfig(
         max_batch_tokens=max_batch_tokens,
         max_batch_size=max_batch_size,
@@ -59,6 +60,14 @@ def choose_max_model_len(wanted: int | None, own: int) -> int:
     if wanted is not None and wanted > own:
         raise ConfigError("max_model_len", f"{wanted} is beyond the model's own {own} tokens")
     return wanted or own
+
+
+def check_cache_size(cache_tokens: int, wanted_model_len: int | None) -> None:
+    """Raise ConfigError for a cache that holds no request at all, or none of the length that was asked for."""
+    if cache_tokens < 2:
+        raise ConfigError("num_blocks", "a prompt token and an answer token need room for two")
+    if wanted_model_len is not None and cache_tokens < wanted_model_len:
+        raise ConfigError("max_model_len", f"{wanted_model_len} tokens do not fit into a cache of {cache_tokens}")
 
 
 def describe(

@@ -110,7 +110,7 @@ def bench(
     try:
         from cli.bench.client import Target
     except ImportError:
-        console.print("tokenloom bench needs its extra: pip install 'tokenloom\\[bench]'")
+        console.print("tokenloom bench needs its extra: make install-dev, or pip install -e '.\\[bench]'")
         raise typer.Exit(2) from None
 
     if requests is None and duration is None:

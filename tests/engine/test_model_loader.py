@@ -99,6 +99,8 @@ def test_end_of_sequence_ids(folder, in_config, in_generation_config, expected):
         ("quantization", {"quantization": "fp16", "dtype": "bfloat16"}),
         ("max_model_len", {"max_model_len": 513}),
         ("num_blocks", {"num_blocks": 10**12}),
+        ("num_blocks", {"num_blocks": 1, "block_size": 1}),
+        ("max_model_len", {"num_blocks": 4, "max_model_len": 100}),
     ],
 )
 def test_settings_that_do_not_work_here_are_named(saved, key, setting):

@@ -13,7 +13,9 @@ import zmq
 from common.config import WebConfig
 from common.wire import MAX_MESSAGE_BYTES
 
-SEND_HWM_MESSAGES = 1000
+SPARE_MESSAGES = 1000
+"""Room in the send queue for cancels and repeats, beyond one message for each request that may be open."""
+
 RECEIVE_HWM_MESSAGES = 100
 """Batches beyond it stay with the worker, which merges them."""
 RECONNECT_MS = 50
@@ -30,19 +32,20 @@ class WorkerSocket:
     def __init__(self, config: WebConfig, topic: str):
         self._lock = threading.Lock()
         self._context = zmq.Context()
-        self._push = self._connected_push(config.submit_endpoint)
+        self._push = self._connected_push(config)
         self._sub = self._connected_sub(config.publish_endpoint, topic)
         self._poll = select.poll()
         self._poll.register(int(self._sub.getsockopt(zmq.FD)), select.POLLIN)
 
-    def _connected_push(self, endpoint: str) -> zmq.Socket[bytes]:
+    def _connected_push(self, config: WebConfig) -> zmq.Socket[bytes]:
         push = self._context.socket(zmq.PUSH)
         # Without IMMEDIATE messages pile up for a worker that is not there, and reach the next one much too late.
         push.setsockopt(zmq.IMMEDIATE, 1)
-        push.setsockopt(zmq.SNDHWM, SEND_HWM_MESSAGES)
+        # A burst of as many requests as may be open must fit, before the io thread has sent the first.
+        push.setsockopt(zmq.SNDHWM, config.max_open_requests + SPARE_MESSAGES)
         push.setsockopt(zmq.LINGER, 0)
         push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        push.connect(endpoint)
+        push.connect(config.submit_endpoint)
         return push
 
     def _connected_sub(self, endpoint: str, topic: str) -> zmq.Socket[bytes]:

@@ -37,16 +37,15 @@ def fetch_snapshot(repo: str, allow_patterns: list[str]) -> Path:
 
 def _call(repo: str, action: Callable[[], T]) -> T:
     """Run a hub call and turn its many errors into one that says what happened."""
-    import httpx
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         return action()
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError) as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise ModelError(f"the model hub cannot be reached for {repo}: {_first_line(error)}") from error
     except HfHubHTTPError as error:
         raise ModelError(f"the model hub refused {repo}: {_first_line(error)}") from error
-    except (OSError, ValueError) as error:
+    except Exception as error:  # among them those of the HTTP library, which differs from version to version
         raise ModelError(f"{repo} cannot be fetched from the model hub: {_first_line(error)}") from error
 
 
