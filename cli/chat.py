@@ -36,6 +36,8 @@ class ChatClient:
         try:
             response = self._send(connection, "GET", "/models")
             return [str(model["id"]) for model in json.loads(response.read())["data"]]
+        except (ValueError, LookupError, TypeError):
+            raise ChatError(f"what answers at {self._netloc} does not speak the OpenAI API") from None
         finally:
             connection.close()
 
@@ -83,6 +85,8 @@ def _texts(response: http.client.HTTPResponse) -> Iterator[str]:
                     yield text
     except (OSError, http.client.HTTPException) as error:
         raise ChatError(f"the stream broke off: {error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ChatError("the server sent something that is not a chat completion") from None
     raise ChatError("the stream ended before it was done")
 
 

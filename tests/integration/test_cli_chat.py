@@ -2,7 +2,9 @@
 
 import io
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -71,3 +73,28 @@ def test_no_server_is_one_line_and_exit_code_one(converse):
 def test_the_address_may_end_as_the_user_likes(server, suffix):
     """Users paste the base URL of the API as often as the server's."""
     assert ChatClient(server.url + suffix).models() == ["good"]
+
+
+@pytest.mark.parametrize("answer", [b"hello, I am a web page", b'{"data": 5}', b"[]", b'data: "x"\n\n', b"data: 7\n\n"])
+@pytest.mark.parametrize("model", ["", "given"])
+def test_what_is_no_model_server_is_said_without_a_traceback(converse, answer, model):
+    """Any other web server that answers 200 is told apart in one line."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_POST = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        _, _, err = converse("one", model=model, url=f"http://127.0.0.1:{page.server_port}")
+        page.shutdown()
+    assert err.startswith("tokenloom: ")
+    assert "Traceback" not in err
