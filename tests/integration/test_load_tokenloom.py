@@ -41,7 +41,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = build_tokenizer(tiny_tokenizer.write(folder / "model"), 300)
     endpoints = [f"ipc://{folder}/{name}" for name in ("submit", "publish")]
     port = free_port()
-    config = load(WebConfig, {"submit_endpoint": endpoints[0], "publish_endpoint": endpoints[1], "port": port})
+    # One process: /ready answers for the process that is asked, and another may not have heard of the worker yet.
+    settings = {"submit_endpoint": endpoints[0], "publish_endpoint": endpoints[1], "port": port, "web_workers": 1}
+    config = load(WebConfig, settings)
     environment = os.environ | to_env(config) | {"PYTHONPATH": str(ROOT)}
     vocabulary = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
     worker = start_fake_worker(*endpoints, step_delay_s=0.002, vocab_size=vocabulary, model_path=model)
