@@ -12,10 +12,10 @@ import typer
 
 from cli import web_process
 from cli.bench import bench
-from cli.options import flag_name, flags_for, settings_flags
+from cli.options import flag_name, flags_for, integer, number, settings_flags
 from cli.restart import EXIT_CONFIG
 from common import __version__
-from common.config import WebConfig, WorkerConfig, load
+from common.config import WebConfig, WorkerConfig, check_together, load
 from common.errors import ConfigError, ModelError
 
 ENDPOINTS = ("submit_endpoint", "publish_endpoint")
@@ -25,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # it could print settings, and logs want plain tracebacks
+    rich_markup_mode=None,  # its tables cut the names of flags where a terminal has 80 columns
 )
 
 
@@ -60,6 +61,7 @@ def serve(
         flags["model"] = model_argument
     worker = load(WorkerConfig, flags_for(WorkerConfig, flags))
     web = load(WebConfig, flags_for(WebConfig, flags))
+    check_together(worker, web)
     raise typer.Exit(run_serve(worker, web))
 
 
@@ -113,8 +115,13 @@ def chat(
     url: Annotated[str, typer.Option("--url", help="Address of the server.")] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option("--model", help="Model to talk to; by default the first one listed.")] = "",
     system: Annotated[str, typer.Option("--system", help="System message.")] = "",
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Length of an answer at most.")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="Randomness; 0 is greedy.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", parser=integer(1), metavar="N", help="Length of an answer at most.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", parser=number(0), metavar="NUMBER", help="Randomness; 0 is greedy."),
+    ] = None,
 ) -> None:
     """Chat with a running server in the terminal. The key for servers that need one is OPENAI_API_KEY."""
     from cli.chat import ChatClient, repl

@@ -3,7 +3,7 @@
 A setting has one name in three spellings: the field `max_batch_tokens`, the flag `--max-batch-tokens` and the variable
 `TOKENLOOM_MAX_BATCH_TOKENS`. Flags win over variables, variables over defaults. `cli` builds its flags from these
 fields, so a setting is added here and nowhere else. Bad values and unknown TOKENLOOM_ variables are ConfigErrors that
-name the key.
+name the key: the setting, or its variable where the value came from there.
 """
 
 import ipaddress
@@ -25,19 +25,45 @@ Check = Callable[[Any], str | None]
 """Returns what is wrong with a value, or None."""
 
 
-def at_least(low: float) -> Check:
-    """Return a check that a number is not below `low`."""
-    return lambda value: None if value >= low else f"must be at least {low:g}"
+LARGEST = 2**31 - 1
+DAY_S = 24 * 3600
+
+
+def at_least(low: float, high: float = LARGEST) -> Check:
+    """Return a check that a number is not below `low`, nor above `high`, where libraries and the system give up."""
+
+    def check(value: float) -> str | None:
+        if value < low:
+            return f"must be at least {low}"
+        return None if value <= high else f"must be at most {high}"
+
+    return check
 
 
 def between(low: float, high: float) -> Check:
     """Return a check that a number lies in [low, high]."""
-    return lambda value: None if low <= value <= high else f"must be between {low:g} and {high:g}"
+    return lambda value: None if low <= value <= high else f"must be between {low} and {high}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The check that a string is one of `allowed`; the command line lists them."""
+
+    allowed: tuple[str, ...]
+
+    def __call__(self, value: Any) -> str | None:
+        """Return what is wrong with `value`, or None."""
+        return None if value in self.allowed else f"must be one of {', '.join(self.allowed)}"
 
 
 def one_of(*allowed: str) -> Check:
     """Return a check that a string is one of `allowed`."""
-    return lambda value: None if value in allowed else f"must be one of {', '.join(allowed)}"
+    return OneOf(allowed)
+
+
+def not_empty(value: str) -> str | None:
+    """Check that there is any text."""
+    return None if value.strip() else "must not be empty"
 
 
 def local_endpoint(value: str) -> str | None:
@@ -105,7 +131,9 @@ class WorkerConfig(WireConfig):
     """Settings of one worker process."""
 
     model: str = setting(
-        "qwen2.5-coder-0.5b-instruct", "what to serve: a catalogue name, a local folder, a .gguf file or a hub id"
+        "qwen2.5-coder-0.5b-instruct",
+        "what to serve: a catalogue name, a local folder, a .gguf file or a hub id",
+        not_empty,
     )
     served_model_name: str = setting("", "name clients use for the model; by default derived from --model")
     cache_dir: str = setting(default_cache_dir, "folder for downloads and converted models")
@@ -131,15 +159,15 @@ class WorkerConfig(WireConfig):
     max_batch_size: int = setting(64, "requests that run in one step at most", between(1, 4096))
     max_model_len: int | None = setting(None, "context length; by default the model's own", at_least(2))
     max_queued_requests: int = setting(1024, "requests that may wait; beyond it they are refused", at_least(1))
-    threads: int | None = setting(None, "CPU threads for arithmetic; by default one per core", at_least(1))
+    threads: int | None = setting(None, "CPU threads for arithmetic; by default one per core", between(1, 4096))
     trust_remote_code: bool = setting(False, "run Python code that comes with a model")
     allow_pickle: bool = setting(False, "load pickled weights, which can run code")
     heartbeat_interval_s: float = setting(0.25, "seconds between heartbeats", between(0.01, 10))
     subscriber_grace_s: float = setting(
-        2.0, "seconds a web process may be gone before its requests are cancelled", at_least(0)
+        2.0, "seconds a web process may be gone before its requests are cancelled", at_least(0, DAY_S)
     )
     stuck_limit_s: float = setting(
-        30.0, "seconds a web process may take nothing before its requests are cancelled", at_least(0)
+        30.0, "seconds a web process may take nothing before its requests are cancelled", at_least(0, DAY_S)
     )
 
     @property
@@ -161,13 +189,15 @@ class WebConfig(WireConfig):
     max_body_bytes: int = setting(8 * 1024 * 1024, "size of a request body at most", at_least(1024))
     max_open_requests: int = setting(1024, "requests open in one web process at most", at_least(1))
     heartbeat_timeout_s: float = setting(
-        2.0, "seconds without a heartbeat after which the worker counts as gone", at_least(0.1)
+        2.0, "seconds without a heartbeat after which the worker counts as gone", at_least(0.1, DAY_S)
     )
     accept_timeout_s: float = setting(
-        5.0, "seconds to wait for the worker to accept a request, sending it again meanwhile", at_least(0.1)
+        5.0, "seconds to wait for the worker to accept a request, sending it again meanwhile", at_least(0.1, DAY_S)
     )
-    ping_interval_s: float = setting(15.0, "seconds between SSE pings while a stream is silent", at_least(0.05))
-    graceful_timeout_s: float = setting(10.0, "seconds a stopping web process gives its open requests", at_least(0))
+    ping_interval_s: float = setting(15.0, "seconds between SSE pings while a stream is silent", at_least(0.05, DAY_S))
+    graceful_timeout_s: float = setting(
+        10.0, "seconds a stopping web process gives its open requests", at_least(0, DAY_S)
+    )
 
 
 C = TypeVar("C", bound=WireConfig)
@@ -176,24 +206,35 @@ _ALL: tuple[type[WireConfig], ...] = (WorkerConfig, WebConfig)
 
 
 def load(cls: type[C], flags: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None) -> C:
-    """Build a configuration from flags (None means not given) and TOKENLOOM_ variables.
+    """Build a configuration from flags (as text or as values; None means not given) and TOKENLOOM_ variables.
 
     Raises ConfigError for an unknown variable, a value of the wrong type or out of range.
     """
     env = os.environ if env is None else env
     _refuse_unknown_variables(env)
     values: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     for f in fields(cls):
         flag = (flags or {}).get(f.name)
         variable = ENV_PREFIX + f.name.upper()
         if flag is not None:
-            values[f.name] = flag
+            keys[f.name], values[f.name] = f.name, _parse(f.name, f.name, flag)
         elif env.get(variable, "") != "":
-            values[f.name] = _parse(f.name, env[variable])
+            keys[f.name], values[f.name] = variable, _parse(f.name, variable, env[variable])
     config = cls(**values)
     for f in fields(cls):
-        _check(f, getattr(config, f.name))
+        _check(f, keys.get(f.name, f.name), getattr(config, f.name))
     return config
+
+
+def check_together(worker: WorkerConfig, web: WebConfig) -> None:
+    """Raise ConfigError for settings of the two sides that cannot work with each other."""
+    if worker.heartbeat_interval_s >= web.heartbeat_timeout_s:
+        raise ConfigError(
+            "heartbeat_interval_s",
+            f"must be shorter than --heartbeat-timeout-s ({web.heartbeat_timeout_s:g}), or a living worker counts as "
+            f"gone, not {worker.heartbeat_interval_s:g}",
+        )
 
 
 def to_env(config: WireConfig) -> dict[str, str]:
@@ -228,41 +269,32 @@ def _plain_type(hint: Any) -> type:
     return plain
 
 
-def _parse(name: str, text: str) -> Any:
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+_TYPE_NAMES: dict[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
+def _parse(name: str, key: str, value: Any) -> Any:
+    """Return a value given as text as what it stands for; anything else is returned as it is, for _check to judge."""
     kind = known_settings()[name]
-    if kind is bool:
-        choices = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        if text.lower() not in choices:
-            raise ConfigError(name, f"must be true or false, not {text!r}")
-        return choices[text.lower()]
+    if not isinstance(value, str) or kind is str:
+        return value
     try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(name, f"must be {_TYPE_NAMES[kind]}, not {text!r}") from None
+        return _BOOLS[value.strip().lower()] if kind is bool else kind(value)
+    except (ValueError, KeyError):
+        raise ConfigError(key, f"must be {_TYPE_NAMES[kind]}, not {value!r}") from None
 
 
-_TYPE_NAMES: dict[type, str] = {int: "an integer", float: "a number", str: "text"}
-
-
-def _check(f: Any, value: Any) -> None:
+def _check(f: Any, key: str, value: Any) -> None:
     if value is None:
         return
     kind = known_settings()[f.name]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f.name, f"must be {_TYPE_NAMES.get(kind, 'true or false')}, not {value!r}")
+        raise ConfigError(key, f"must be {_TYPE_NAMES[kind]}, not {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f.name, f"must be a finite number, not {value!r}")
+        raise ConfigError(key, f"must be a finite number, not {value!r}")
     problem = f.metadata["check"](value) if f.metadata["check"] else None
     if problem:
-        raise ConfigError(f.name, f"{problem}, not {value!r}")
+        raise ConfigError(key, f"{problem}, not {value!r}")

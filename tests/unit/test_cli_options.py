@@ -14,7 +14,7 @@ import cli.main
 from cli.options import flag_name, settings_flags
 from cli.web_process import gunicorn_command
 from common import __version__
-from common.config import WebConfig, WorkerConfig
+from common.config import OneOf, WebConfig, WorkerConfig, load
 from tests.support.processes import ROOT
 from worker.models.catalogue import load_catalogue
 
@@ -51,12 +51,13 @@ def app(received: dict[str, object]) -> typer.Typer:
     return app
 
 
-def test_flags_arrive_with_their_types_and_none_when_not_given(app, received):
-    """A flag that was not given must stay None, or it would win over its variable."""
+def test_flags_arrive_as_text_and_none_when_not_given(app, received):
+    """A flag that was not given must stay None, or it would win over its variable. The configuration reads the text."""
     result = CliRunner().invoke(app, ["x", "--block-size", "3", "--no-prefix-caching"])
     assert result.exit_code == 0, result.output
     assert received["name"] == "x"
-    assert received["block_size"] == 3
+    assert received["block_size"] == "3"
+    assert load(WorkerConfig, received, {}).block_size == 3
     assert received["prefix_caching"] is False
     assert received["heartbeat_interval_s"] is None
     assert received["submit_endpoint"] is None
@@ -64,9 +65,9 @@ def test_flags_arrive_with_their_types_and_none_when_not_given(app, received):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--block-size", "x"], ["--heartbeat-interval-s", "long"], ["--log-level", "info"], ["--nope"]]
+    "arguments", [["--block-size"], ["--prefix-caching=maybe"], ["--log-level", "info"], ["--nope"]]
 )
-def test_a_flag_of_the_wrong_type_or_name_is_a_usage_error(app, received, arguments):
+def test_a_flag_of_the_wrong_form_or_name_is_a_usage_error(app, received, arguments):
     """Refused with exit code 2 before the command runs."""
     assert CliRunner().invoke(app, ["x", *arguments]).exit_code == 2
     assert received == {}
@@ -96,9 +97,15 @@ def test_serve_has_the_flags_of_both_but_no_endpoints():
         (["serve", "--port", "70000"], {}, "--port"),
         (["serve", "a", "--model", "b"], {}, "--model"),
         (["serve"], {"TOKENLOOM_BLOCKSIZE": "16"}, "TOKENLOOM_BLOCKSIZE"),
-        (["serve"], {"TOKENLOOM_MAX_BATCH_SIZE": "many"}, "--max-batch-size"),
+        (["serve"], {"TOKENLOOM_MAX_BATCH_SIZE": "many"}, "TOKENLOOM_MAX_BATCH_SIZE: must be an integer"),
+        (["serve"], {"TOKENLOOM_PORT": "abc"}, "TOKENLOOM_PORT: must be an integer"),
+        (["serve"], {"TOKENLOOM_PREFIX_CACHING": "maybe"}, "TOKENLOOM_PREFIX_CACHING: must be true or false"),
+        (["serve", "--port", "abc"], {}, "--port: must be an integer, not 'abc'"),
+        (["serve", "--port", "-1"], {}, "--port: must be between 0 and 65535"),
+        (["serve", "--graceful-timeout-s", "x"], {}, "--graceful-timeout-s: must be a number, not 'x'"),
+        (["serve", "--heartbeat-interval-s", "5"], {}, "--heartbeat-interval-s: must be shorter than"),
         (["worker", "--dtype", "float8"], {}, "--dtype"),
-        (["web"], {"TOKENLOOM_WEB_WORKERS": "0"}, "--web-workers"),
+        (["web"], {"TOKENLOOM_WEB_WORKERS": "0"}, "TOKENLOOM_WEB_WORKERS: must be between"),
         (["pull", "no-such-model"], {}, "no-such-model"),
     ],
 )
@@ -109,6 +116,40 @@ def test_a_bad_setting_ends_in_one_line_that_names_it(arguments, env, named):
     assert result.stdout == ""
     assert named in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["chat", "--max-tokens", "x"], "'--max-tokens': must be an integer, not 'x'"),
+        (["chat", "--max-tokens", "0"], "'--max-tokens': must be at least 1, not '0'"),
+        (["chat", "--temperature", "nan"], "'--temperature': must be a finite number, not 'nan'"),
+        (["bench", "--requests", "1.5"], "must be an integer, not '1.5'"),
+        (["bench", "--rate", "-1"], "'--rate': must be at least"),
+        (["bench", "--endpoint", "x"], "--endpoint"),
+    ],
+)
+def test_flags_of_the_clients_say_what_they_expect(arguments, said):
+    """Flags that are no settings speak the same language, and no library's."""
+    result = run_cli(*arguments)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "Input should" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "web", "chat", "bench", "pull", "models"])
+def test_help_can_be_read_at_80_columns(command):
+    """Flags and their choices are whole, whatever their length."""
+    shown = run_cli(command, "--help", COLUMNS="80").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    for config in {"serve": (WorkerConfig, WebConfig), "worker": (WorkerConfig,), "web": (WebConfig,)}.get(command, ()):
+        for field in dataclasses.fields(config):
+            if command == "serve" and field.name in cli.main.ENDPOINTS:
+                continue
+            line = next(line for line in shown.splitlines() if re.search(rf" {flag_name(field.name)}( |$)", line))
+            if isinstance(field.metadata["check"], OneOf):
+                assert "|".join(field.metadata["check"].allowed) in line
 
 
 def test_a_flag_wins_over_its_variable():

@@ -9,6 +9,7 @@ from common.config import (
     WebConfig,
     WireConfig,
     WorkerConfig,
+    check_together,
     default_cache_dir,
     known_settings,
     load,
@@ -159,16 +160,43 @@ def test_an_unknown_variable_is_refused_by_name():
         (WorkerConfig, "num_blocks", "0"),
         (WorkerConfig, "dtype", "float8"),
         (WorkerConfig, "heartbeat_interval_s", "0"),
+        (WorkerConfig, "threads", "99999999999999999999"),
+        (WorkerConfig, "num_blocks", "99999999999999999999"),
+        (WorkerConfig, "stuck_limit_s", "1e300"),
+        (WorkerConfig, "model", " "),
     ],
 )
 def test_a_bad_value_names_its_key(cls, name, text):
-    """The start stops with the setting's name, from a variable and from a flag alike."""
-    with pytest.raises(ConfigError) as caught:
+    """The start stops with the name of what is wrong: the variable, or the setting where a flag gave it."""
+    with pytest.raises(ConfigError) as from_variable:
         load(cls, {}, {f"TOKENLOOM_{name.upper()}": text})
-    assert caught.value.key == name
-    with pytest.raises(ConfigError) as caught:
-        load(cls, {name: text if known_settings()[name] is str else [text]}, {})
-    assert caught.value.key == name
+    assert from_variable.value.key == f"TOKENLOOM_{name.upper()}"
+    with pytest.raises(ConfigError) as from_flag:
+        load(cls, {name: text}, {})
+    assert from_flag.value.key == name
+    said = [str(caught.value).partition(": ")[2] for caught in (from_variable, from_flag)]
+    assert said[0] == said[1]
+    assert "must " in said[0]
+
+
+@pytest.mark.parametrize("cls", [WorkerConfig, WebConfig])
+def test_no_setting_takes_what_it_cannot_mean(cls):
+    """Every number and switch refuses words, and every number refuses what lies below its range."""
+    for field in dataclasses.fields(cls):
+        kind = known_settings()[field.name]
+        bad = {int: ["abc", "1.5", "", "-1"], float: ["abc", "", "-1", "nan"], bool: ["perhaps", ""]}.get(kind, [])
+        for text in bad:
+            with pytest.raises(ConfigError, match=f"^{field.name}: must be "):
+                load(cls, {field.name: text}, {})
+
+
+def test_settings_of_the_two_sides_must_fit():
+    """A heartbeat that comes more rarely than it is waited for would make a living worker look dead."""
+    check_together(WorkerConfig(heartbeat_interval_s=1.9), WebConfig(heartbeat_timeout_s=2.0))
+    for interval_s in (2.0, 3.0):
+        with pytest.raises(ConfigError, match="--heartbeat-timeout-s") as caught:
+            check_together(WorkerConfig(heartbeat_interval_s=interval_s), WebConfig(heartbeat_timeout_s=2.0))
+        assert caught.value.key == "heartbeat_interval_s"
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("True", True), ("off", False), ("no", False)])
