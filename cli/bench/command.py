@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,47 +79,35 @@ async def run_load(target: "Target", prompts: PromptSource, load: Load) -> list[
         return await closed_loop(client.send, load.concurrency, load.requests, load.duration_s)
 
 
+_count = partial(typer.Option, parser=integer(1), metavar="N")
+_amount = partial(typer.Option, parser=integer(0), metavar="N")
+_seconds = partial(typer.Option, parser=number(0.001), metavar="SECONDS")
+_rate = partial(typer.Option, parser=number(1e-6), metavar="NUMBER")
+_temperature = partial(typer.Option, parser=number(0), metavar="NUMBER")
+
+
 def bench(
     url: Annotated[str, typer.Option(help="Base URL of an OpenAI-compatible server.")] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="Model name; the first that /v1/models lists if not given.")] = "",
     endpoint: Annotated[Endpoint, typer.Option(help="API to load.")] = Endpoint.CHAT,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", "-c", parser=integer(1), metavar="N", help="Closed loop: in flight.")
-    ] = 16,
-    rate: Annotated[
-        float | None,
-        typer.Option(parser=number(1e-6), metavar="NUMBER", help="Open loop: Poisson arrivals per second."),
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option("--requests", "-n", parser=integer(1), metavar="N", help="Stop after so many.")
-    ] = None,
-    duration: Annotated[
-        float | None, typer.Option(parser=number(0.001), metavar="SECONDS", help="Start none after so many seconds.")
-    ] = None,
-    warmup: Annotated[
-        int, typer.Option(parser=integer(0), metavar="N", help="Requests sent before, and not measured.")
-    ] = 0,
-    prompt_tokens: Annotated[
-        int, typer.Option(parser=integer(1), metavar="N", help="Prompt length (words without --tokenizer).")
-    ] = 128,
-    shared_prefix: Annotated[
-        int, typer.Option(parser=integer(0), metavar="N", help="So many of them the same for all requests.")
-    ] = 0,
+    concurrency: Annotated[int, _count("--concurrency", "-c", help="Closed loop: in flight.")] = 16,
+    rate: Annotated[float | None, _rate(help="Open loop: Poisson arrivals per second.")] = None,
+    requests: Annotated[int | None, _count("--requests", "-n", help="Stop after so many.")] = None,
+    duration: Annotated[float | None, _seconds(help="Start none after so many seconds.")] = None,
+    warmup: Annotated[int, _amount(help="Requests sent before, and not measured.")] = 0,
+    prompt_tokens: Annotated[int, _count(help="Prompt length (words without --tokenizer).")] = 128,
+    shared_prefix: Annotated[int, _amount(help="So many of them the same for all requests.")] = 0,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder with tokenizer.json: exact prompt lengths.")] = None,
-    max_tokens: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Output length.")] = 64,
+    max_tokens: Annotated[int, _count(help="Output length.")] = 64,
     ignore_eos: Annotated[bool, typer.Option(help="Send ignore_eos; some servers refuse it.")] = True,
     ask_usage: Annotated[bool, typer.Option(help="Send stream_options.include_usage.")] = True,
     count: Annotated[Count, typer.Option(help="Output tokens from usage, or one a text chunk.")] = Count.USAGE,
     expect_done: Annotated[bool, typer.Option(help="A stream without [DONE] is a failure.")] = True,
-    temperature: Annotated[
-        float, typer.Option(parser=number(0), metavar="NUMBER", help="Randomness; 0 is greedy.")
-    ] = 0.0,
+    temperature: Annotated[float, _temperature(help="Randomness; 0 is greedy.")] = 0.0,
     extra_body: Annotated[str, typer.Option(help="JSON object merged into every request body.")] = "{}",
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_default=False)] = "",
-    timeout: Annotated[
-        float, typer.Option(parser=number(0.001), metavar="SECONDS", help="Seconds until a request counts as failed.")
-    ] = 600.0,
-    seed: Annotated[int, typer.Option(parser=integer(0), metavar="N", help="Fixes prompts and arrivals.")] = 0,
+    timeout: Annotated[float, _seconds(help="Seconds until a request counts as failed.")] = 600.0,
+    seed: Annotated[int, _amount(help="Fixes prompts and arrivals.")] = 0,
     json_out: Annotated[str, typer.Option("--json", metavar="FILE", help="Write figures as JSON; - is stdout.")] = "",
 ) -> None:
     """Load any OpenAI-compatible server with streams and report TTFT, ITL, TPOT, E2E and tokens per second.

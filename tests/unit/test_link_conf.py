@@ -43,7 +43,7 @@ def test_limits_leave_room_for_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong value stops the start with the name of the setting."""
-    with pytest.raises(ConfigError, match="web_workers"):
+    with pytest.raises(ConfigError, match="TOKENLOOM_WEB_WORKERS"):
         settings(monkeypatch, web_workers="none")
 
 
