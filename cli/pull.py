@@ -1,9 +1,10 @@
 """`tokenloom pull` and `tokenloom models`: fetch a catalogue model ahead of time; list what the catalogue has.
 
-Shows progress as bars on a terminal, as one line per stage elsewhere. Imports the worker's catalogue, never torch.
+Shows progress as bars on a terminal, as lines elsewhere. Imports the worker's catalogue, never torch.
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from worker.models.catalogue import load_catalogue
-from worker.models.progress import Progress, Report
+from worker.models.progress import Progress, ProgressLines, Report
 from worker.models.pull import pull
 
 
@@ -51,16 +52,15 @@ def reporter() -> Iterator[Report]:
 
 
 class StageLines:
-    """Prints a stage's message once, when it changes: for logs."""
+    """Prints a line for each stage and one every few seconds: for logs."""
 
     def __init__(self) -> None:
-        self._last = ""
+        self._lines = ProgressLines()
 
     def __call__(self, progress: Progress) -> None:
         """Show `progress`."""
-        if progress.message != self._last:
-            self._last = progress.message
-            print(progress.message, file=sys.stderr, flush=True)
+        if line := self._lines.take(progress, time.monotonic()):
+            print(line, file=sys.stderr, flush=True)
 
 
 class StageBars:

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from cli.child import Child
 from cli.supervisor import Supervisor
 from common.config import WebConfig, WorkerConfig, local_endpoint, to_env
 from common.errors import ConfigError
+from common.logs import set_up_logging
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 PROBE_TIMEOUT_S = 0.5
@@ -37,14 +39,14 @@ WEB_STOP_MARGIN_S = 10.0
 
 def serve(worker: WorkerConfig, web: WebConfig) -> int:
     """Run worker and web until SIGINT or SIGTERM; return the exit code. Raises ConfigError before anything starts."""
-    logging.basicConfig(level=worker.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(worker.log_level)
     with _listen(web.host, web.port) as listener, _private_directory() as directory:
         submit, publish = f"ipc://{directory}/submit.sock", f"ipc://{directory}/publish.sock"
         worker = dataclasses.replace(worker, submit_endpoint=submit, publish_endpoint=publish)
         web = dataclasses.replace(web, submit_endpoint=submit, publish_endpoint=publish)
         server = Server(listener, web.host)
         children = _children(worker, dataclasses.replace(web, port=server.port), listener)
-        Console(stderr=True).print(f"Starting [bold]{escape(worker.model)}[/bold] for {server.url} …", highlight=False)
+        log.info("starting %s at %s", worker.model, server.url)
         return Supervisor(children, server, settle_s=web.heartbeat_timeout_s).run()
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from cli.child import Child
 from cli.restart import EXIT_CONFIG
 
-log = logging.getLogger("tokenloom.supervisor")
+log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROBE_INTERVAL_S = 0.2

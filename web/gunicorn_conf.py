@@ -5,7 +5,6 @@ process makes its own after the fork. The application is `web.app:create_app()`,
 """
 
 import contextlib
-import logging
 import math
 import os
 import resource
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from common.config import WebConfig, load
+from common.logs import set_up_logging
 
 _config = load(WebConfig)
 
@@ -43,7 +43,9 @@ timeout = 60
 graceful_timeout = math.ceil(_config.graceful_timeout_s) + _KILL_MARGIN_S
 preload_app = False
 accesslog = None
-loglevel = _config.log_level
+logger_class = "web.gunicorn_log.GunicornLog"
+# What it says at "info" of its own start and end is for those who debug it.
+loglevel = "warning" if _config.log_level == "info" else _config.log_level
 control_socket_disable = True
 
 
@@ -56,7 +58,7 @@ def on_starting(server: Any) -> None:
 
 def post_worker_init(worker: Any) -> None:
     """Start the link, once the process is forked, patched by gevent where it is used, and has its application."""
-    logging.basicConfig(level=loglevel.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(_config.log_level)
     link = worker.wsgi.extensions["link"]
     link.start()
     _drain_on_sigterm(worker, link)

@@ -13,18 +13,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 
 from common.config import WorkerConfig
+from common.logs import set_up_logging
 from common.wire import ModelInfo
 from worker.engine import Engine
-from worker.models.progress import Progress
+from worker.models.progress import LINE_INTERVAL_S, Progress, ProgressLines
 from worker.server import WorkerServer
 from worker.threads import spin_briefly
 
 log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-REPORT_INTERVAL_S = 2.0
 
 Load = Callable[[WorkerConfig], tuple[Engine, ModelInfo]]
 
@@ -34,13 +35,15 @@ def load_engine(config: WorkerConfig) -> tuple[Engine, ModelInfo]:
     from worker.models.resolve import resolve_model
 
     started_s = time.monotonic()
-    resolved = resolve_model(config, ProgressLog())
-    spin_briefly(os.environ)
-    # Importing torch takes seconds and is needed only now.
-    from worker.assemble import build_engine
+    with ProgressLog() as progress:
+        resolved = resolve_model(config, progress)
+        progress.say("importing torch")
+        spin_briefly(os.environ)
+        # Importing torch takes seconds and is needed only now.
+        from worker.assemble import build_engine
 
-    engine, model = build_engine(config, resolved.path, log.info)
-    log.info("%s is ready after %.1f s", resolved.id, time.monotonic() - started_s)
+        engine, model = build_engine(config, resolved.path, progress.say)
+    log.info("%s is loaded, %.1f s after the start", resolved.id, time.monotonic() - started_s)
     return engine, replace(model, id=resolved.id)
 
 
@@ -51,7 +54,7 @@ def run_worker(config: WorkerConfig, load: Load = load_engine) -> int:
     Raises ConfigError and ModelError when it cannot start. SIGINT and SIGTERM stay blocked afterwards, so that a second
     one cannot disturb the end of the process.
     """
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(config.log_level)
     server = WorkerServer(config)
     # Before any thread starts, for they inherit it: only the thread that waits for a signal gets one.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -73,19 +76,42 @@ def run_worker(config: WorkerConfig, load: Load = load_engine) -> int:
 
 
 class ProgressLog:
-    """Writes progress to the log: the first word of each stage, then a line every few seconds."""
+    """Writes progress to the log, and that it still goes on when a stage says nothing, from a thread of its own.
+
+    A context manager; between its ends there is a line every few seconds, whatever the work does.
+    """
 
     def __init__(self) -> None:
-        self._stage = ""
-        self._log_at_s = 0.0
+        self._lines = ProgressLines()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> "ProgressLog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
 
     def __call__(self, progress: Progress) -> None:
         """Take a report; quick, and mostly silent."""
-        now = time.monotonic()
-        if progress.stage != self._stage or now >= self._log_at_s:
-            self._stage = progress.stage
-            self._log_at_s = now + REPORT_INTERVAL_S
-            log.info("%s", progress)
+        with self._lock:
+            self._write(self._lines.take(progress, time.monotonic()))
+
+    def say(self, message: str) -> None:
+        """Take a line that starts a stage of unknown length."""
+        self(Progress("load", 0, 0, message))
+
+    def _run(self) -> None:
+        while not self._over.wait(LINE_INTERVAL_S / 8):
+            with self._lock:
+                self._write(self._lines.still(time.monotonic()))
+
+    def _write(self, line: str | None) -> None:
+        if line:
+            log.info("%s", line)
 
 
 def _stop_on_signal(server: WorkerServer, loaded: threading.Event) -> None:

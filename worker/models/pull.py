@@ -228,7 +228,8 @@ def _last_error(log: Path) -> str:
 def _from_hub(source: HubSource, entry: CatalogueEntry, target: Path, staging: Path, report: Report) -> Path:
     from worker.models.hub import fetch_file
 
-    report(Progress("download", 0, 0, f"fetching {entry.name} from the model hub"))
+    size = f"{entry.size_bytes / 1e6:.0f} MB"
+    report(Progress("download", 0, 0, f"fetching {entry.name} ({size}) from the model hub"))
     try:
         fetched = fetch_file(source.repo, source.file, staging)
     except ModelError as error:
