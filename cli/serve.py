@@ -27,6 +27,7 @@ from cli.supervisor import Supervisor
 from common.config import WebConfig, WorkerConfig, local_endpoint, to_env
 from common.errors import ConfigError
 from common.logs import set_up_logging
+from worker.models.resolve import find_source
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,12 @@ WEB_STOP_MARGIN_S = 10.0
 
 
 def serve(worker: WorkerConfig, web: WebConfig) -> int:
-    """Run worker and web until SIGINT or SIGTERM; return the exit code. Raises ConfigError before anything starts."""
+    """Run worker and web until SIGINT or SIGTERM; return the exit code.
+
+    Raises ConfigError and ModelError before anything starts.
+    """
     set_up_logging(worker.log_level)
+    find_source(worker)
     with _listen(web.host, web.port) as listener, _private_directory() as directory:
         submit, publish = f"ipc://{directory}/submit.sock", f"ipc://{directory}/publish.sock"
         worker = dataclasses.replace(worker, submit_endpoint=submit, publish_endpoint=publish)
@@ -146,10 +151,15 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         raise ConfigError("port", f"{port} on {host} needs more rights than this user has") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError("port", f"{port} on {host} is already in use") from None
+            raise ConfigError("port", _port_in_use(host, port)) from None
         raise ConfigError("host", f"{host}: {error.strerror or error}") from None
     with listener:
         yield listener
+
+
+def _port_in_use(host: str, port: int) -> str:
+    other = 9000 if port != 9000 else 9001
+    return f"{port} on {host} is already in use; choose another, as in --port {other} or PORT={other} make serve"
 
 
 @contextmanager

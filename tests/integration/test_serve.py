@@ -116,14 +116,35 @@ def test_a_busy_port_is_named_before_anything_starts(serve):
         port = other.getsockname()[1]
         running = serve("--port", str(port))
         assert running.process.wait(timeout=TIMEOUT_S) == 2
-    assert running.errors.strip() == f"tokenloom: --port: {port} on 127.0.0.1 is already in use"
+    (line,) = running.errors.splitlines()
+    assert line.startswith(f"tokenloom: --port: {port} on 127.0.0.1 is already in use; choose another, as in --port ")
+    assert line.endswith(" make serve")
+    assert running.output == ""
+
+
+@pytest.mark.parametrize("model", ["nosuchname", "no/such/folder", "./missing.gguf"])
+def test_a_name_that_is_no_model_is_said_before_anything_starts(serve, model):
+    """One line that names the setting and what to do, exit code 2, no child process, no port taken."""
+    running = serve("--model", model, "--port", "0")
+    pids = set()
+    while running.process.poll() is None:
+        pids.update(family(running.process))
+    assert running.process.wait(timeout=TIMEOUT_S) == 2
+    assert pids <= {running.process.pid}
+    (line,) = running.errors.splitlines()
+    assert line.startswith(f"tokenloom: --model: {model!r} is not in the catalogue")
+    assert "`tokenloom models`" in line
+    assert "hub id" in line
     assert running.output == ""
 
 
 def test_a_model_that_cannot_be_served_ends_the_start(serve, tmp_path):
     """The worker's reason is shown once, and the whole ends with exit code 2 instead of trying again."""
-    running = serve(str(tmp_path / "no-such-folder"), "--port", "0")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "nosuchtype"}')
+    (tmp_path / "broken" / "model.safetensors").touch()
+    running = serve(str(tmp_path / "broken"), "--port", "0")
     assert running.process.wait(timeout=START_TIMEOUT_S) == 2
-    assert "no-such-folder" in running.errors
+    assert "nosuchtype" in running.errors
     assert "Traceback" not in running.errors
     assert "starting it again" not in running.errors

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.config import WorkerConfig
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 from worker.models import hub, resolve
 from worker.models.catalogue import load_catalogue
 from worker.models.gguf_convert import converted_folder
@@ -96,15 +96,38 @@ def test_a_folder_without_config_is_no_model(tmp_path: Path):
 def test_another_file_is_refused(tmp_path: Path):
     """Only .gguf files are models by themselves."""
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"not a \.gguf"):
+    with pytest.raises(ConfigError, match=r"not a \.gguf"):
         resolve_name(tmp_path, str(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "./missing/folder", "/missing/folder", "../a", "~/x", "a/b/c", "a/"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no-such-model",
+        "./missing/folder",
+        "/missing/folder",
+        "../a",
+        "~/x",
+        "a/b/c",
+        "a/",
+        "a/b.gguf",
+        "a b/c",
+        "a/b:c",
+    ],
+)
 def test_a_name_that_is_nothing_is_refused_before_the_hub_is_asked(tmp_path: Path, name: str):
     """A mistyped path or catalogue name does not become a request to the network."""
-    with pytest.raises(ModelError, match=r"not in the catalogue \(.*gemma-3-270m"):
+    with pytest.raises(ConfigError, match=r"not in the catalogue \(.*gemma-3-270m.*`tokenloom models`") as caught:
         resolve_name(tmp_path, name)
+    assert caught.value.key == "model"
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "x" * 5000])
+def test_a_name_that_no_path_can_have_is_refused(tmp_path: Path, name: str):
+    """The system's refusal to look becomes an error that names the setting."""
+    with pytest.raises(ConfigError) as caught:
+        resolve_name(tmp_path, name)
+    assert caught.value.key == "model"
 
 
 def test_a_catalogue_model_that_was_converted_needs_no_file_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,14 +5,15 @@ Never imports torch itself (converting a GGUF file does).
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import WorkerConfig
-from common.errors import ModelError
-from worker.models.catalogue import load_catalogue
+from common.errors import ConfigError, ModelError
+from worker.models.catalogue import CatalogueEntry, load_catalogue
 from worker.models.gguf_convert import convert, converted_folder
-from worker.models.progress import Report
+from worker.models.progress import Progress, Report
 from worker.models.pull import pull_entry
 
 _SAFE_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -31,35 +32,71 @@ class ResolvedModel:
 def resolve_model(config: WorkerConfig, report: Report) -> ResolvedModel:
     """Return the folder of `config.model`: a catalogue name, a .gguf file, a local folder or a hub id.
 
-    Raises ModelError when it cannot be found, fetched or converted, or is refused.
+    Raises ConfigError for a name that is nothing, ModelError when it cannot be fetched or converted, or is refused.
     """
-    name, path = _locate(config, report)
+    name, path = _fetch(find_source(config), config, report)
     return ResolvedModel(config.served_model_name or name, path)
 
 
-def _locate(config: WorkerConfig, report: Report) -> tuple[str, Path]:
-    """Return the name that clients use unless another is set, and the folder."""
-    name, cache_dir = config.model, config.cache_path
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A repository of the model hub: owner/name."""
+
+    name: str
+
+
+def find_source(config: WorkerConfig) -> CatalogueEntry | Path | HubId:
+    """Return what `config.model` names: a catalogue entry, a .gguf file or folder here, or a repository of the hub.
+
+    Looks at this machine only, in milliseconds, so a server can ask before it starts anything. Raises ConfigError for a
+    name that can be none of these, and ModelError for a folder that holds no model that may be loaded.
+    """
+    name = config.model
+    try:
+        path = Path(name).expanduser()
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long for a path; ~ of a user that does not exist
+        raise ConfigError("model", f"{name!r}: {error}") from None
     entry = load_catalogue().find(name)
-    path = Path(name).expanduser()
-    if entry is not None and not path.exists():
-        folder = converted_folder(Path(entry.file), cache_dir, entry.sha256)
-        if not folder.is_dir():
-            folder = convert(pull_entry(entry, cache_dir, report), cache_dir, report, entry.sha256)
-        return entry.name, folder
-    if path.is_file():
+    if entry is not None and not is_file and not is_dir:
+        return entry
+    if is_file:
         if path.suffix.lower() != ".gguf":
-            raise ModelError(f"{path} is a file but not a .gguf; name a folder with config.json, or a .gguf file")
-        return path.stem, convert(path, cache_dir, report)
-    if path.is_dir():
+            raise ConfigError(
+                "model", f"{path} is a file but not a .gguf; name a folder with config.json, or a .gguf file"
+            )
+        return path
+    if is_dir:
         check_folder(path, config)
-        return path.resolve().name, path
+        return path
     if not _is_hub_id(name):
         known = ", ".join(e.name for e in load_catalogue().entries)
-        raise ModelError(f"{name} is no file or folder here, no hub id (owner/name) and not in the catalogue ({known})")
-    folder = _from_hub(config)
-    check_folder(folder, config)
-    return name, folder
+        raise ConfigError(
+            "model",
+            f"{name!r} is not in the catalogue ({known}) and no file or folder here; "
+            "give a name that `tokenloom models` lists, a path, or a hub id (owner/name)",
+        )
+    return HubId(name)
+
+
+def _fetch(source: CatalogueEntry | Path | HubId, config: WorkerConfig, report: Report) -> tuple[str, Path]:
+    """Return the name that clients use unless another is set, and the folder, fetched and converted as needed."""
+    cache_dir = config.cache_path
+    match source:
+        case CatalogueEntry():
+            folder = converted_folder(Path(source.file), cache_dir, source.sha256)
+            if not folder.is_dir():
+                folder = convert(pull_entry(source, cache_dir, report), cache_dir, report, source.sha256)
+            return source.name, folder
+        case HubId():
+            report(Progress("download", 0, 0, f"fetching {source.name} from the model hub"))
+            folder = _from_hub(config)
+            check_folder(folder, config)
+            return source.name, folder
+        case _:
+            is_folder = source.is_dir()
+            name = source.resolve().name if is_folder else source.stem
+            return name, source if is_folder else convert(source, cache_dir, report)
 
 
 def check_folder(folder: Path, config: WorkerConfig) -> None:
@@ -99,8 +136,7 @@ def _is_pickle(name: str) -> bool:
 
 
 def _is_hub_id(name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) == 2 and all(part and part[0] not in ".~-" for part in parts) and "\\" not in name
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None and not name.lower().endswith(".gguf")
 
 
 def _from_hub(config: WorkerConfig) -> Path:
