@@ -10,6 +10,7 @@ import http.client
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -101,27 +102,27 @@ class Server:
         self._announced = True
         console.print(f"\n[bold green]Ready[/bold green] at {self.url}/v1 — stop with Ctrl-C. Try:\n", highlight=False)
         # print, not rich: the line must stay one line to be pasted
-        print(self.curl_line(self._model_id()) + "\n", flush=True)
+        print(self._curl_line(self._model()) + "\n", flush=True)
 
     def close(self) -> None:
         """Close the listening socket here, so that nobody waits in its queue once Gunicorn has closed its own copy."""
         self._listener.close()
 
-    def curl_line(self, model: str) -> str:
-        """Return a command that streams a chat answer."""
-        messages = [{"role": "user", "content": "Hello! Who are you?"}]
-        body = {"model": model, "messages": messages, "max_tokens": 128, "stream": True}
-        return (
-            f"curl -N {self.url}/v1/chat/completions -H 'Content-Type: application/json' "
-            f"-d '{json.dumps(body, ensure_ascii=False)}'"
-        )
+    def _curl_line(self, model: dict[str, Any]) -> str:
+        """Return a command that streams an answer: of a chat, or of a text where the model has no chat template."""
+        if model["chat_template"]:
+            path, question = "chat/completions", {"messages": [{"role": "user", "content": "Hello! Who are you?"}]}
+        else:
+            path, question = "completions", {"prompt": "Once upon a time"}
+        body = {"model": model["id"], **question, "max_tokens": 128, "stream": True}
+        data = shlex.quote(json.dumps(body, ensure_ascii=False))
+        return f"curl -N {self.url}/v1/{path} -H 'Content-Type: application/json' -d {data}"
 
-    def _model_id(self) -> str:
+    def _model(self) -> dict[str, Any]:
+        """Return what the server says of its model; in the rare case that it does not answer now, what always works."""
         status, body = self._get("/v1/models")
-        try:
-            return str(json.loads(body)["data"][0]["id"]) if status == 200 else "default"
-        except (ValueError, LookupError, TypeError):
-            return "default"
+        model: dict[str, Any] = json.loads(body)["data"][0] if status == 200 else {"id": "", "chat_template": False}
+        return model
 
     def _get(self, path: str) -> tuple[int, bytes]:
         """GET a path; status 0 when the server does not answer."""

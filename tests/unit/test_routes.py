@@ -526,6 +526,14 @@ def test_models(make: MakeApi) -> None:
     check_error(client.get("/v1/models/some/other"), 404, "model", "model_not_found")
 
 
+@pytest.mark.parametrize("template", [STRICT, None])
+def test_models_tell_whether_they_can_chat(make: MakeApi, tmp_path: Path, template: str | None) -> None:
+    """A client learns that a base model has no chat template without a request that fails."""
+    client = make(folder=tiny_tokenizer.write(tmp_path, template)).client
+    (model,) = client.get("/v1/models").get_json()["data"]
+    assert model["chat_template"] is (template is not None)
+
+
 def test_models_while_loading(make: MakeApi) -> None:
     """Before the worker has said what it serves there is nothing to list: 503, not an empty list."""
     api = make(model=None, not_ready="the worker is loading the model")

@@ -25,6 +25,11 @@ class ModelText:
         source = read_chat_template(path)
         self._template = ChatTemplate(source, self.tokenizer.named_tokens) if source is not None else None
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded; a base model only continues text."""
+        return self._template is not None
+
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a raw prompt. Control tokens written in it are control tokens."""
         return self.tokenizer.encode(text)
