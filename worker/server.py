@@ -139,7 +139,7 @@ class WorkerServer:
 
     def _take_messages(self) -> None:
         for change in self._channel.take_subscriptions():
-            log.info("web process %s %s", change.topic, "listens" if change.subscribed else "has gone")
+            log.debug("web process %s %s", change.topic, "listens" if change.subscribed else "has gone")
             if change.subscribed:
                 self._publisher.subscribe(change.topic, self._now)
                 self._beat_at_s = self._now  # it wants to know how the worker is
