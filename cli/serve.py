@@ -110,6 +110,7 @@ class Server:
 
     def _curl_line(self, model: dict[str, Any]) -> str:
         """Return a command that streams an answer: of a chat, or of a text where the model has no chat template."""
+        question: dict[str, Any]
         if model["chat_template"]:
             path, question = "chat/completions", {"messages": [{"role": "user", "content": "Hello! Who are you?"}]}
         else:

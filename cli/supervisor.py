@@ -68,6 +68,8 @@ class Supervisor:
             self._service.close()
             for child in self._children:
                 self._stop(child)
+            while signal.sigtimedwait(self._stop_signals, 0):  # pressed once more meanwhile; there is nothing to stop
+                pass
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def _watch(self) -> int:

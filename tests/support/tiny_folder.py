@@ -1,4 +1,4 @@
-"""A folder with a tiny model of random weights, its tokenizer and, if wanted, a chat template: what `serve` can load."""
+"""A folder with a tiny model of random weights, its tokenizer and, if wanted, a chat template: `serve` can load it."""
 
 from pathlib import Path
 
