@@ -150,7 +150,3 @@ def describe(error: ConfigError) -> str:
     """Return the error's text with its key as the user can set it: the flag, or the variable when that was wrong."""
     text = str(error)
     return text if error.key.isupper() else text.replace(error.key, flag_name(error.key), 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT
 from tests.support.terminal import CTRL_C, Terminal
 from tests.support.tiny_folder import write_model
 
@@ -67,6 +68,19 @@ def stream(terminal: Terminal) -> tuple[http.client.HTTPConnection, http.client.
     body = {"prompt": "One,", "max_tokens": 16000, "ignore_eos": True, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     return connection, connection.getresponse()
+
+
+def test_ctrl_c_before_anything_has_begun(tmp_path: Path) -> None:
+    """Pressed while the command itself is still being imported, it shows no traceback of imports."""
+    (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    terminal = Terminal([sys.executable, "-m", "cli", "serve"], PYTHONPATH=f"{tmp_path}:{ROOT}")
+    try:
+        terminal.wait_text("importing", TIMEOUT_S)
+        terminal.type(CTRL_C)
+        assert terminal.process.wait(timeout=TIMEOUT_S) != 2
+        assert lines_of(terminal) in (["importing"], ["importing", "^C"])
+    finally:
+        terminal.close()
 
 
 def test_ctrl_c_while_the_model_loads(start: Start, chat_model: Path) -> None:

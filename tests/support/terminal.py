@@ -16,13 +16,13 @@ CTRL_C = b"\x03"
 class Terminal:
     """Runs `command` with a pseudo-terminal as its controlling one; `text` is all that was shown."""
 
-    def __init__(self, command: Sequence[str]):
+    def __init__(self, command: Sequence[str], **variables: str):
         env = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLOOM_")}
         self._screen, terminal = pty.openpty()
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**env, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"},
+            env={**env, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80", **variables},
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
