@@ -1,6 +1,7 @@
 """`tokenloom chat` against a scripted server: what is typed, what is printed, what is sent."""
 
 import io
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -8,9 +9,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from cli import chat
 from cli.chat import ChatClient, repl
-from tests.support.processes import free_port
+from common.errors import ConfigError
+from tests.support.processes import ROOT, free_port
 from tests.support.scripted_server import ScriptedServer
+
+TIMEOUT_S = 60.0
+
+
+class Typed(io.StringIO):
+    """What a person types at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -23,9 +35,12 @@ def server() -> Iterator[ScriptedServer]:
 def converse(server, monkeypatch, capsys):
     """Return a function that types lines and gives exit code, output and errors."""
 
-    def run(*lines: str, model: str = "", system: str = "", url: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
-        code = repl(ChatClient(url or server.url), model, system, {"max_tokens": 3})
+    def run(
+        *lines: str, model: str = "", system: str = "", url: str = "", terminal: bool = True, wait_s: float = 0.0
+    ) -> tuple[int, str, str]:
+        kind = Typed if terminal else io.StringIO
+        monkeypatch.setattr(sys, "stdin", kind("".join(line + "\n" for line in lines)))
+        code = repl(ChatClient(url or server.url), model, system, {"max_tokens": 3}, wait_s)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -69,6 +84,83 @@ def test_no_server_is_one_line_and_exit_code_one(converse):
     assert len(err.splitlines()) == 1
 
 
+def test_a_pipe_gets_the_answers_alone(server, converse):
+    """`echo hi | tokenloom chat` is used in scripts: no prompt, no greeting, and the exit code tells of failures."""
+    assert converse("one", "two", terminal=False) == (0, " t0 t1 t2\n" * 2, "")
+    code, out, err = converse("one", model="busy", terminal=False)
+    assert (code, out) == (1, "")
+    assert err == "tokenloom: the server answered 429: queue full\n"
+
+
+@pytest.mark.parametrize("reader", ["cat", "true"])
+def test_the_command_in_a_pipeline(server, reader):
+    """The command itself, with its input and output in pipes, one of which may close early."""
+    command = f"printf 'one\ntwo\n' | {sys.executable} -m cli chat --url {server.url} --max-tokens 3 | {reader}"
+    result = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert result.stderr == ""
+    if reader == "cat":
+        assert (result.returncode, result.stdout) == (0, " t0 t1 t2\n" * 2)
+
+
+def test_it_waits_for_a_server_that_is_not_there_yet(converse, monkeypatch):
+    """`make chat` typed right after `make serve`: one line says what it waits for, then the conversation begins."""
+    late = ScriptedServer(port=free_port(), not_ready_answers=2)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            late.__enter__()
+
+    monkeypatch.setattr(chat.time, "sleep", sleep)
+    try:
+        code, out, err = converse("one", url=f"http://127.0.0.1:{late.port}", terminal=False, wait_s=100.0)
+    finally:
+        late.__exit__(None, None, None)
+    assert (code, out) == (0, " t0 t1 t2\n")
+    assert len(slept) == 4, "twice nobody listened, twice the model was loading"
+    (line,) = err.splitlines()
+    assert "nothing listens there; waiting for it, up to 100 s" in line
+
+
+def test_waiting_has_an_end(server, converse):
+    """A server that never becomes ready is an error after all, with its reason."""
+    server.not_ready_answers = 10**6
+    code, out, err = converse("one")
+    assert (code, out) == (1, "")
+    assert err == "tokenloom: the server is not ready: the worker is loading the model\n"
+
+
+def test_ctrl_c_ends_the_waiting(converse, monkeypatch):
+    """Without a traceback, like everywhere."""
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat.time, "sleep", interrupted)
+    code, _, err = converse("one", url=f"http://127.0.0.1:{free_port()}", wait_s=100.0)
+    assert code == 0
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("url", ["", "http://", "http://127.0.0.1:abc", "http://127.0.0.1:99999", "ftp://127.0.0.1"])
+def test_what_is_no_address_is_a_configuration_error(url):
+    """It names the flag, and nothing is connected to."""
+    with pytest.raises(ConfigError) as caught:
+        ChatClient(url)
+    assert caught.value.key == "url"
+
+
+def test_input_that_is_no_text_is_said_in_one_line(server, converse, monkeypatch):
+    """A file piped in by mistake is no reason for a traceback."""
+    monkeypatch.setattr(io, "StringIO", lambda text: io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
+    code, _, err = converse("one", terminal=False)
+    assert code == 1
+    assert err == "tokenloom: the input is not text in UTF-8\n"
+
+
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_the_address_may_end_as_the_user_likes(server, suffix):
     """Users paste the base URL of the API as often as the server's."""
@@ -96,5 +188,5 @@ def test_what_is_no_model_server_is_said_without_a_traceback(converse, answer, m
         threading.Thread(target=page.serve_forever, daemon=True).start()
         _, _, err = converse("one", model=model, url=f"http://127.0.0.1:{page.server_port}")
         page.shutdown()
-    assert err.startswith("tokenloom: ")
-    assert "Traceback" not in err
+    (line,) = err.splitlines()
+    assert line.startswith("tokenloom: ")

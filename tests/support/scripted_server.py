@@ -92,9 +92,13 @@ SCRIPTS: dict[str, Callable[[dict[str, Any]], list[Piece]]] = {
 
 @dataclass
 class ScriptedServer:
-    """Context manager: listens on `port` of loopback (0: a free one). `bodies` are the request bodies, in order."""
+    """Context manager: listens on `port` of loopback (0: a free one). `bodies` are the request bodies, in order.
+
+    The first `not_ready_answers` requests for its models are answered like those of a server that loads.
+    """
 
     default_model: str = "good"
+    not_ready_answers: int = 0
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peak_in_flight: int = 0
@@ -140,6 +144,9 @@ class ScriptedServer:
         headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
         payload = await reader.readexactly(int(headers.get("content-length", "0")))
         if head.startswith("GET "):
+            if self.not_ready_answers > 0:
+                self.not_ready_answers -= 1
+                return await _answer(writer, 503, {"error": {"message": "the worker is loading the model"}})
             return await _answer(writer, 200, {"data": [{"id": self.default_model}]})
         body = json.loads(payload)
         self.bodies.append(body)
