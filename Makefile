@@ -78,7 +78,7 @@ $(VENV)/.python.stamp:
 
 $(VENV)/.serve.stamp: $(VENV)/.python.stamp pyproject.toml deploy/install_torch.py
 	@$(BIN)/python deploy/install_torch.py $(if $(TORCH_SPEC),'$(TORCH_SPEC)')
-	@echo 'Installing what serving needs'
+	@echo 'Installing what serving needs (minutes, once)'
 	@$(PIP) --editable '.[worker,web]'
 	@touch $@
 

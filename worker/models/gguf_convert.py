@@ -74,7 +74,7 @@ def write_folder(gguf: Path, folder: Path, report: Report) -> None:
     config |= {"eos_token_id": vocabulary.end_token_ids(), "bos_token_id": vocabulary.ids.get("bos_token_id")}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_generation_config(vocabulary, folder)
-    report(Progress("convert", 1, 1, f"converted {gguf.name} in {time.monotonic() - started_s:.0f} s"))
+    report(Progress("convert", 0, 0, f"converted {gguf.name} in {time.monotonic() - started_s:.0f} s"))
 
 
 def _write_model(gguf: Path, file: "GGUFFile", folder: Path, report: Report) -> dict[str, Any]:
