@@ -5,6 +5,7 @@ process makes its own after the fork. The application is `web.app:create_app()`,
 """
 
 import contextlib
+import logging
 import math
 import os
 import resource
@@ -17,6 +18,8 @@ from typing import Any
 
 from common.config import WebConfig, load
 from common.logs import set_up_logging
+
+log = logging.getLogger(__name__)
 
 _config = load(WebConfig)
 
@@ -54,6 +57,13 @@ def on_starting(server: Any) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     _let_signals_end_a_starting_process()
+
+
+def when_ready(server: Any) -> None:
+    """Say where it listens, unless it was handed the socket by someone who has said so."""
+    set_up_logging(_config.log_level)
+    if not any(address.startswith("fd://") for address in server.cfg.bind):
+        log.info("%d processes at %s", workers, ", ".join(map(str, server.LISTENERS)))
 
 
 def post_worker_init(worker: Any) -> None:

@@ -70,6 +70,18 @@ def stream(terminal: Terminal) -> tuple[http.client.HTTPConnection, http.client.
     return connection, connection.getresponse()
 
 
+def test_the_web_tier_alone_says_where_it_listens() -> None:
+    """`tokenloom web` by itself, as in a container: one line with the address, also of a port that was chosen."""
+    terminal = Terminal([sys.executable, "-m", "cli", "web", "--port", "0"])
+    try:
+        terminal.wait_text("2 processes at http://127.0.0.1:", START_TIMEOUT_S)
+        terminal.type(CTRL_C)
+        check_stopped(terminal)
+        assert "127.0.0.1:0" not in terminal.text
+    finally:
+        terminal.close()
+
+
 def test_ctrl_c_before_anything_has_begun(tmp_path: Path) -> None:
     """Pressed while the command itself is still being imported, it shows no traceback of imports."""
     (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
