@@ -90,6 +90,10 @@ def _child_setup(orphan_signal: signal.Signals) -> Callable[[], None]:
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
     def setup() -> None:
+        # A Ctrl-C since the fork hit this process too, for it had no session yet; it is the supervisor's. Ignoring it
+        # drops it: once it is unblocked it would raise here.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if prctl is not None:
             prctl(PR_SET_PDEATHSIG, int(orphan_signal))
