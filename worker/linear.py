@@ -2,7 +2,8 @@
 
 `none`  float32. The product pads its rows to 16: below that the library takes other kernels with other last bits.
 `fp16`  fbgemm's half-precision weights, float32 activations and sums: half the memory traffic, any number of rows.
-`int8`  fbgemm's int8 weights (per output channel), int8 activations quantised row by row.
+`int8`  int8 weights (per output channel); activations quantised row by row, to 8 or 15 bits by the layer's part in the
+        error. Layers of under a million weights stay fp16.
 
 Used by the thread that loads the model. Knows nothing of models but their nn.Linear (and GPT-2's Conv1D) modules.
 """
@@ -14,6 +15,7 @@ from typing import TypeGuard
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 MIN_ROWS = 16
@@ -21,6 +23,12 @@ MIN_ROWS = 16
 
 FP16_MAX = 65504.0
 """Largest number of half precision: a layer with a weight beyond it stays float32."""
+
+INT8_MIN_WEIGHTS = 2**20
+"""Below it the steps around an int8 product cost more than the product saves."""
+
+HAS_VNNI = torch.cpu._is_vnni_supported()
+"""Whether the processor adds products of 8-bit numbers in 32 bits at once."""
 
 
 class PackedLinear(nn.Module):
@@ -61,42 +69,129 @@ class Fp16Linear(PackedLinear):
         return y
 
 
-class Int8Linear(PackedLinear):
-    """Int8 weights with a scale per output channel, and activations quantised with a scale per row.
+class OnednnProduct:
+    """Products of quantised activations with int8 weights, by oneDNN: the faster one where there is VNNI."""
 
-    The operator quantises its whole input with one scale. Rows are brought to the range [-1, 1] first and scaled back
-    after, so that each has its own, and one request's outlier does not cost its neighbours their precision.
+    LEVELS = 127
+
+    def __init__(self, levels: torch.Tensor, steps: torch.Tensor):
+        """Take int8 levels [out_features, in_features] and the step [out_features] between two of them."""
+        self._packed = torch.ops.onednn.qlinear_prepack(levels, None)
+        self._steps = steps / self.LEVELS
+        self._zeros = torch.zeros(len(steps), dtype=torch.int64)
+        self._middle = torch.tensor(self.LEVELS + 1.5)  # conversion to integers cuts off: a half more rounds
+
+    def one_term(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the product [rows, out_features] of x / scale rounded to 8 bits; scale is [rows, 1]."""
+        return self._multiply(torch.addcdiv(self._middle, x, scale, value=self.LEVELS).to(torch.uint8))
+
+    def two_terms(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the product [rows, out_features] of x / scale rounded to 15 bits."""
+        rows = len(x)
+        terms = torch.empty(2 * rows, x.shape[1], dtype=torch.uint8)
+        levels = torch.addcdiv(self._middle, x, scale, value=self.LEVELS)
+        terms[:rows] = levels
+        terms[rows:] = levels.frac_().mul_(2 * self.LEVELS).add_(1.5)  # what is left is [-1/2, 1/2], plus a half
+        y = self._multiply(terms)
+        return y[:rows].add_(y[rows:], alpha=0.5 / self.LEVELS)
+
+    def _multiply(self, levels: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            levels,
+            1.0,
+            self.LEVELS + 1,
+            self._packed,
+            self._steps,
+            self._zeros,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
+        return y
+
+
+class FbgemmProduct:
+    """The same by fbgemm, for processors without VNNI, where oneDNN is slow."""
+
+    LEVELS = 63
+    """Pairs of products are added in 16 bits first, which holds them only for 7-bit activations."""
+
+    def __init__(self, levels: torch.Tensor, steps: torch.Tensor):
+        zeros = torch.zeros(len(steps), dtype=torch.int64)
+        weight = torch._make_per_channel_quantized_tensor(levels, steps.double() / self.LEVELS, zeros, 0)
+        self._packed = torch.ops.quantized.linear_prepack(weight, None)
+
+    def one_term(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the product [rows, out_features] of x / scale rounded to 7 bits; scale is [rows, 1]."""
+        return self._multiply(torch.div(x, scale).mul_(self.LEVELS))
+
+    def two_terms(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the product [rows, out_features] of x / scale rounded to 13 bits."""
+        rows = len(x)
+        terms = x.new_empty(2 * rows, x.shape[1])
+        levels = torch.div(x, scale).mul_(self.LEVELS)
+        torch.round(levels, out=terms[:rows])
+        torch.sub(levels, terms[:rows], out=terms[rows:]).mul_(2 * self.LEVELS)
+        y = self._multiply(terms)
+        return y[:rows].add_(y[rows:], alpha=0.5 / self.LEVELS)
+
+    def _multiply(self, levels: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            levels, 1.0, self.LEVELS + 1, self._packed
+        )
+        return y
+
+
+class Int8Linear(PackedLinear):
+    """Int8 weights with a scale per output channel; activations in one or two 8-bit terms with a scale per row.
+
+    The second term holds what the first rounded away; both are rows of one product. Each row has a scale of its own, so
+    that one request's outlier does not cost its neighbours their precision. Sums are exact integers.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        terms: int,
+        product: type[OnednnProduct] | type[FbgemmProduct],
+    ):
         super().__init__(weight, bias)
-        # Without VNNI the kernel adds pairs of products in 16 bits, which holds them only for 7-bit activations.
-        self._levels, self._zero = (127, 128) if torch.cpu._is_vnni_supported() else (63, 64)
-        scales = weight.abs().amax(1).clamp_(min=1e-12).double() / 127
-        zeros = torch.zeros(self.out_features, dtype=torch.int64)
-        quantised = torch.quantize_per_channel(weight.contiguous(), scales, zeros, 0, torch.qint8)
-        self._packed = torch.ops.quantized.linear_prepack(quantised, None)
+        self.terms = terms
+        steps = weight.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
+        made = product((weight / steps).round_().to(torch.int8), steps[:, 0])
+        self._product = made.one_term if terms == 1 else made.two_terms
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return about x @ weight.T + bias for float32 x [..., in_features]."""
-        scale = x.abs().amax(-1, keepdim=True).clamp_(min=1e-12)
-        y: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x / scale, 1.0 / self._levels, self._zero, self._packed
-        )
-        y = y * scale
-        return y if self.bias is None else y + self.bias
+        flat = x.reshape(-1, self.in_features)
+        scale = flat.abs().amax(-1, keepdim=True).clamp_(min=1e-12)
+        y = self._product(flat, scale)
+        y = y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
+        return y.view(*x.shape[:-1], self.out_features)
 
 
-KINDS: dict[str, type[PackedLinear]] = {"none": RowPaddedLinear, "fp16": Fp16Linear, "int8": Int8Linear}
+def packed(kind: str, weight: torch.Tensor, bias: torch.Tensor | None, is_head: bool = False) -> nn.Module:
+    """Return a layer of this kind for float32 weight [out_features, in_features], or a more exact one.
 
-
-def packed(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
-    """Return a layer of this kind for float32 weight [out_features, in_features], or a float32 one if it cannot be."""
+    Float32 where half precision cannot hold a weight. For int8, layers too small to gain stay fp16, and one term is
+    for the layers that widen (the first of an MLP): they are most of the work and least of the error. What feeds the
+    residual stream, and the head, take two, and so does everything where a term has but 7 bits.
+    """
     largest = float(weight.abs().max()) if weight.numel() else 0.0
-    if kind != "none" and not largest <= FP16_MAX:  # true of NaN too
-        kind = "none"
-    return KINDS[kind](weight, bias)
+    if kind == "none" or not largest <= FP16_MAX:  # true of NaN too
+        return RowPaddedLinear(weight, bias)
+    if kind == "fp16" or weight.numel() < INT8_MIN_WEIGHTS:
+        return Fp16Linear(weight, bias)
+    if not HAS_VNNI:
+        return Int8Linear(weight, bias, 2, FbgemmProduct)
+    widens = weight.shape[0] >= 2 * weight.shape[1] and not is_head
+    return Int8Linear(weight, bias, 1 if widens else 2, OnednnProduct)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -114,10 +209,12 @@ def pack_linears(model: nn.Module, kind: str) -> Counter[str]:
         (parent, name) for parent in model.modules() for name, child in parent.named_children() if is_linear(child)
     ]
 
+    head = id(model.get_output_embeddings()) if isinstance(model, PreTrainedModel) else None
+
     def replace(place: tuple[nn.Module, str]) -> str:
         # The layer is looked up here and held nowhere else, so that its float copy goes as soon as it is packed.
         parent, name = place
-        layer = _pack(parent.get_submodule(name), kind)
+        layer = _pack(parent.get_submodule(name), kind, head)
         setattr(parent, name, layer)
         return type(layer).__name__
 
@@ -126,8 +223,8 @@ def pack_linears(model: nn.Module, kind: str) -> Counter[str]:
         return Counter(pool.map(replace, places))
 
 
-def _pack(layer: nn.Module, kind: str) -> nn.Module:
+def _pack(layer: nn.Module, kind: str, head: int | None) -> nn.Module:
     assert is_linear(layer)
     weight = layer.weight.detach().float()
     bias = None if layer.bias is None else layer.bias.detach().float()
-    return packed(kind, weight.T.contiguous() if type(layer) is Conv1D else weight, bias)
+    return packed(kind, weight.T.contiguous() if type(layer) is Conv1D else weight, bias, is_head=id(layer) == head)

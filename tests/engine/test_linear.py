@@ -10,18 +10,37 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from worker.activation import GRAIN, VECTOR, AlignedActivation, align_activations, aligned_size
-from worker.linear import Fp16Linear, Int8Linear, RowPaddedLinear, pack_linears, packed
+from worker import linear
+from worker.linear import FbgemmProduct, Fp16Linear, Int8Linear, OnednnProduct, RowPaddedLinear, pack_linears, packed
 
-TOLERANCE = {"none": 1e-5, "fp16": 2e-3, "int8": 6e-2}
-"""Largest error allowed, in standard deviations of the exact result."""
+TOLERANCE = {"none": 1e-5, "fp16": 2e-3, "int8 two onednn": 5e-2, "int8 two fbgemm": 5e-2, "int8 one fbgemm": 0.1}
+"""Largest error allowed, in standard deviations of the exact result; the weights' part of it is 4e-2 in int8."""
+
+if linear.HAS_VNNI:  # elsewhere its sums of 8-bit activations overflow, and it is not used
+    TOLERANCE["int8 one onednn"] = 8e-2
 
 KINDS = tuple(TOLERANCE)
+INT8 = KINDS[2:]
+
+
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch):
+    """Let layers of test size be int8."""
+    monkeypatch.setattr(linear, "INT8_MIN_WEIGHTS", 0)
 
 
 def layer(kind: str, rows: int, columns: int, bias: bool = True) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
     torch.manual_seed(rows * columns)
     weight, offset = torch.randn(rows, columns) * 0.05, torch.randn(rows) if bias else None
-    return packed(kind, weight.clone(), offset), weight, offset
+    return made_of(kind, weight.clone(), offset), weight, offset
+
+
+def made_of(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+    if kind.startswith("int8"):
+        _, terms, library = kind.split()
+        product = FbgemmProduct if library == "fbgemm" else OnednnProduct
+        return Int8Linear(weight, bias, 1 if terms == "one" else 2, product)
+    return packed(kind, weight, bias)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,20 +69,49 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(kind, shape):
             assert torch.equal(made(x[first : first + rows][None])[0], whole[first : first + rows]), rows
 
 
-def test_an_outlier_costs_its_own_row_alone():
+@pytest.mark.parametrize("kind", INT8)
+def test_an_outlier_costs_its_own_row_alone(kind):
     """Per-tensor int8 would spoil every neighbour of a request with one large activation."""
-    made, _, _ = layer("int8", 64, 64)
+    made, _, _ = layer(kind, 64, 64)
     x = torch.randn(4, 64)
     alone = made(x[:1])
     x[2, 5] = 1e4
     assert torch.equal(made(x)[:1], alone)
 
 
-def test_int8_does_not_overflow_at_the_ends_of_its_range():
+@pytest.mark.parametrize("kind", INT8)
+def test_int8_does_not_overflow_at_the_ends_of_its_range(kind):
     """All products of one sign at full scale, where 16-bit sums of a processor without VNNI would clip."""
     weight = torch.full((32, 256), 0.5)
-    found = packed("int8", weight, None)(torch.cat([torch.full((1, 256), 3.0), torch.full((1, 256), -3.0)]))
+    found = made_of(kind, weight, None)(torch.cat([torch.full((1, 256), 3.0), torch.full((1, 256), -3.0)]))
     assert torch.allclose(found, torch.tensor([[384.0], [-384.0]]).expand(2, 32), rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in INT8 if "two" in kind])
+def test_two_terms_keep_15_or_13_bits_of_an_activation(kind):
+    """Weights that int8 holds exactly leave the error of the activations alone; one term makes 30 times as much."""
+    weight = torch.randint(-127, 128, (64, 512)).float()
+    weight[:, 0] = 127
+    x = torch.randn(20, 512)
+    x[:, 7] = 40.0
+    exact = functional.linear(x.double(), weight.double())
+    assert float((made_of(kind, weight, None)(x) - exact).std() / exact.std()) < 1e-3
+
+
+def test_where_int8_goes():
+    """In one term only for what widens; the head and what narrows in two; small layers and odd weights stay exact."""
+
+    def terms(rows: int, columns: int, is_head: bool = False) -> int:
+        return packed("int8", torch.randn(rows, columns), None, is_head).terms
+
+    assert terms(512, 256) == (1 if linear.HAS_VNNI else 2)
+    assert [terms(511, 256), terms(256, 512), terms(512, 256, is_head=True)] == [2, 2, 2]
+
+
+def test_small_layers_stay_fp16(monkeypatch):
+    monkeypatch.setattr(linear, "INT8_MIN_WEIGHTS", 64 * 64)
+    assert isinstance(packed("int8", torch.randn(64, 63), None), Fp16Linear)
+    assert isinstance(packed("int8", torch.randn(64, 64), None), Int8Linear)
 
 
 def test_a_row_of_zeros():
@@ -93,8 +141,11 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embedding(ids)))
 
 
-@pytest.mark.parametrize(("kind", "cls"), [("none", RowPaddedLinear), ("fp16", Fp16Linear), ("int8", Int8Linear)])
-def test_every_linear_layer_is_packed_and_a_tied_embedding_lives_on(kind, cls):
+@pytest.mark.parametrize(
+    ("kind", "cls", "tolerance"),
+    [("none", RowPaddedLinear, 1e-4), ("fp16", Fp16Linear, 2e-2), ("int8", Int8Linear, 0.6)],
+)
+def test_every_linear_layer_is_packed_and_a_tied_embedding_lives_on(kind, cls, tolerance):
     """GPT-2's transposed layers too; the head's packing must not touch the embedding that shares its weight."""
     torch.manual_seed(0)
     model = Tied()
@@ -104,7 +155,7 @@ def test_every_linear_layer_is_packed_and_a_tied_embedding_lives_on(kind, cls):
         assert pack_linears(model, kind) == {cls.__name__: 3}
         after = model(ids)
     assert torch.equal(model.embedding.weight, embedding)
-    assert (after - before).abs().max() / before.std() < 10 * TOLERANCE[kind]
+    assert (after - before).abs().max() / before.std() < tolerance
 
 
 def test_float_copies_are_freed():
