@@ -145,7 +145,8 @@ class WorkerConfig(WireConfig):
     )
     quantization: str = setting(
         "auto",
-        "how the linear layers are packed on the CPU; auto is fp16 there and none on CUDA",
+        "how the linear layers are packed on the CPU; auto is int8 where that costs the model under 1 % in perplexity, "
+        "else fp16, and none on CUDA",
         one_of("auto", "none", "fp16", "int8"),
     )
     attn_implementation: str = setting("auto", "attention implementation; auto picks one that works on the device")

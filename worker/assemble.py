@@ -28,7 +28,7 @@ def build_engine(config: WorkerConfig, model_dir: Path, report: Callable[[str], 
     """
     torch.set_num_threads(config.threads or usable_threads())
     report(f"loading {model_dir}")
-    loaded = load_model(model_dir, config)
+    loaded = load_model(model_dir, config, report)
     device = loaded.model.device
     bytes_per_token = probe(loaded, config.block_size)
     max_model_len = choose_max_model_len(config.max_model_len, loaded.max_model_len)
@@ -84,6 +84,7 @@ def describe(
             "device": str(device),
             "dtype": loaded.dtype,
             "quantization": loaded.quantization,
+            **{f"perplexity_{kind}": value for kind, value in loaded.perplexity.items()},
             "attn_implementation": loaded.attention,
             "block_size": config.block_size,
             "num_blocks": scheduler.cache.num_blocks,

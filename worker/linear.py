@@ -176,17 +176,28 @@ class Int8Linear(PackedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def packed(kind: str, weight: torch.Tensor, bias: torch.Tensor | None, is_head: bool = False) -> nn.Module:
+def can_pack() -> bool:
+    """Return whether torch can pack weights on this processor (fbgemm needs an x86 one); `none` works everywhere."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+def packed(
+    kind: str,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_head: bool = False,
+    int8_min_weights: int = INT8_MIN_WEIGHTS,
+) -> nn.Module:
     """Return a layer of this kind for float32 weight [out_features, in_features], or a more exact one.
 
-    Float32 where half precision cannot hold a weight. For int8, layers too small to gain stay fp16, and one term is
+    Float32 where half precision cannot hold a weight. For int8, layers of fewer weights stay fp16, and one term is
     for the layers that widen (the first of an MLP): they are most of the work and least of the error. What feeds the
     residual stream, and the head, take two, and so does everything where a term has but 7 bits.
     """
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     if kind == "none" or not largest <= FP16_MAX:  # true of NaN too
         return RowPaddedLinear(weight, bias)
-    if kind == "fp16" or weight.numel() < INT8_MIN_WEIGHTS:
+    if kind == "fp16" or weight.numel() < int8_min_weights:
         return Fp16Linear(weight, bias)
     if not HAS_VNNI:
         return Int8Linear(weight, bias, 2, FbgemmProduct)
@@ -199,7 +210,7 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is Conv1D or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
 
 
-def pack_linears(model: nn.Module, kind: str) -> Counter[str]:
+def pack_linears(model: nn.Module, kind: str, int8_min_weights: int = INT8_MIN_WEIGHTS) -> Counter[str]:
     """Replace the model's linear layers in place by packed ones; return how many of each class there are.
 
     A weight that two modules share (a tied head) is packed for the linear layer, and the other module keeps its own
@@ -214,7 +225,7 @@ def pack_linears(model: nn.Module, kind: str) -> Counter[str]:
     def replace(place: tuple[nn.Module, str]) -> str:
         # The layer is looked up here and held nowhere else, so that its float copy goes as soon as it is packed.
         parent, name = place
-        layer = _pack(parent.get_submodule(name), kind, head)
+        layer = _pack(parent.get_submodule(name), kind, head, int8_min_weights)
         setattr(parent, name, layer)
         return type(layer).__name__
 
@@ -223,8 +234,9 @@ def pack_linears(model: nn.Module, kind: str) -> Counter[str]:
         return Counter(pool.map(replace, places))
 
 
-def _pack(layer: nn.Module, kind: str, head: int | None) -> nn.Module:
+def _pack(layer: nn.Module, kind: str, head: int | None, int8_min_weights: int) -> nn.Module:
     assert is_linear(layer)
     weight = layer.weight.detach().float()
     bias = None if layer.bias is None else layer.bias.detach().float()
-    return packed(kind, weight.T.contiguous() if type(layer) is Conv1D else weight, bias, is_head=id(layer) == head)
+    rows = weight.T.contiguous() if type(layer) is Conv1D else weight
+    return packed(kind, rows, bias, id(layer) == head, int8_min_weights)

@@ -4,6 +4,7 @@ Runs in the thread that starts the worker. Never fetches anything, never runs a 
 unless settings allow it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from common.config import WorkerConfig
 from common.errors import ConfigError, ModelError
 from worker.activation import align_activations
 from worker.attention import choose_attention
-from worker.linear import pack_linears
+from worker.linear import can_pack, pack_linears
+from worker.quantization import Verdict, choose_quantization, describe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,6 +42,7 @@ class LoadedModel:
     window: int | None
     dtype: str
     quantization: str
+    perplexity: dict[str, float]
     attention: str
 
 
@@ -59,35 +62,51 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_arithmetic(config: WorkerConfig, device: torch.device) -> tuple[str, str]:
-    """Return the names of dtype and quantization. Raises ConfigError for a pair that does not work."""
+    """Return the names of dtype and quantization, which may be `auto` still where both kinds would do.
+
+    Raises ConfigError for a pair that does not work.
+    """
     on_cpu = device.type == "cpu"
     quantization = config.quantization
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"
     if quantization == "auto":
-        quantization = "fp16" if on_cpu and dtype == "float32" else "none"
+        return dtype, "auto" if on_cpu and dtype == "float32" and can_pack() else "none"
     if quantization != "none" and not on_cpu:
         raise ConfigError("quantization", f"{quantization} packs linear layers for the CPU only; leave it at auto")
     if quantization != "none" and dtype != "float32":
         raise ConfigError("quantization", f"{quantization} needs dtype float32, not {dtype}")
+    if quantization != "none" and not can_pack():
+        raise ConfigError("quantization", f"torch packs nothing as {quantization} on this processor; leave it at auto")
     return dtype, quantization
 
 
-def load_model(path: Path, config: WorkerConfig) -> LoadedModel:
-    """Load the folder (config.json and safetensors). Raises ModelError or ConfigError."""
+def load_model(path: Path, config: WorkerConfig, report: Callable[[str], None] = lambda line: None) -> LoadedModel:
+    """Load the folder (config.json and safetensors). `report` takes lines for the log.
+
+    Raises ModelError or ConfigError.
+    """
     device = choose_device(config.device)
     dtype, quantization = choose_arithmetic(config, device)
     attention = choose_attention(config.attn_implementation, device.type, config.block_size)
     settings = _read_config(path, config.trust_remote_code)
-    model = _read_weights(path, settings, config, _DTYPES[dtype], attention.name)
-    if device.type == "cpu" and dtype == "float32":
-        pack_linears(model, quantization)
-        align_activations(model)
-    model = model.to(device).eval()  # type: ignore[arg-type]
     text = settings.get_text_config(decoder=True)
+
+    def load(kind: str) -> PreTrainedModel:
+        model = _read_weights(path, settings, config, _DTYPES[dtype], attention.name)
+        if device.type == "cpu" and dtype == "float32":
+            pack_linears(model, kind)
+            align_activations(model)
+        model.to(device).eval()  # type: ignore[arg-type]
+        return model
+
+    verdict = Verdict(quantization)
+    if quantization == "auto":
+        verdict = choose_quantization(path, _context_length(text), config.cache_path, load, report)
+        report(describe(verdict))
     return LoadedModel(
-        model=model,
+        model=load(verdict.quantization),
         vocab_size=int(text.vocab_size),
         max_model_len=_context_length(text),
         eos_token_ids=_eos_token_ids(path, text),
@@ -95,7 +114,8 @@ def load_model(path: Path, config: WorkerConfig) -> LoadedModel:
         layer_types=tuple(getattr(text, "layer_types", None) or ()),
         window=_window(text),
         dtype=dtype,
-        quantization=quantization,
+        quantization=verdict.quantization,
+        perplexity=verdict.perplexity,
         attention=attention.name,
     )
 

@@ -58,7 +58,7 @@ def test_bits_of_logits(family, quantization):
     assert torch.equal(last_logits(runner, [LENGTH - SEEN] + [4] * (SEEN // 4), others=15), whole)
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp16"])
+@pytest.mark.parametrize("quantization", ["none", "fp16", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "phi3"])
 def test_seeded_request_alone_and_among_16_others(family, quantization):
     """At temperature 1 the last bit of a probability could turn a choice; the tokens are exactly the same."""

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from worker.activation import GRAIN, VECTOR, AlignedActivation, align_activations, aligned_size
 from worker import linear
+from worker.activation import GRAIN, VECTOR, AlignedActivation, align_activations, aligned_size
 from worker.linear import FbgemmProduct, Fp16Linear, Int8Linear, OnednnProduct, RowPaddedLinear, pack_linears, packed
 
 TOLERANCE = {"none": 1e-5, "fp16": 2e-3, "int8 two onednn": 5e-2, "int8 two fbgemm": 5e-2, "int8 one fbgemm": 0.1}
@@ -21,12 +21,6 @@ if linear.HAS_VNNI:  # elsewhere its sums of 8-bit activations overflow, and it 
 
 KINDS = tuple(TOLERANCE)
 INT8 = KINDS[2:]
-
-
-@pytest.fixture(autouse=True)
-def small_layers_too(monkeypatch):
-    """Let layers of test size be int8."""
-    monkeypatch.setattr(linear, "INT8_MIN_WEIGHTS", 0)
 
 
 def layer(kind: str, rows: int, columns: int, bias: bool = True) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
@@ -102,16 +96,15 @@ def test_where_int8_goes():
     """In one term only for what widens; the head and what narrows in two; small layers and odd weights stay exact."""
 
     def terms(rows: int, columns: int, is_head: bool = False) -> int:
-        return packed("int8", torch.randn(rows, columns), None, is_head).terms
+        return packed("int8", torch.randn(rows, columns), None, is_head, int8_min_weights=0).terms
 
     assert terms(512, 256) == (1 if linear.HAS_VNNI else 2)
     assert [terms(511, 256), terms(256, 512), terms(512, 256, is_head=True)] == [2, 2, 2]
 
 
-def test_small_layers_stay_fp16(monkeypatch):
-    monkeypatch.setattr(linear, "INT8_MIN_WEIGHTS", 64 * 64)
-    assert isinstance(packed("int8", torch.randn(64, 63), None), Fp16Linear)
-    assert isinstance(packed("int8", torch.randn(64, 64), None), Int8Linear)
+def test_small_layers_stay_fp16():
+    for columns, cls in ((63, Fp16Linear), (64, Int8Linear)):
+        assert isinstance(packed("int8", torch.randn(64, columns), None, int8_min_weights=64 * 64), cls)
 
 
 def test_a_row_of_zeros():
@@ -152,7 +145,7 @@ def test_every_linear_layer_is_packed_and_a_tied_embedding_lives_on(kind, cls, t
     ids, embedding = torch.arange(50), model.embedding.weight.detach().clone()
     with torch.no_grad():
         before = model(ids)
-        assert pack_linears(model, kind) == {cls.__name__: 3}
+        assert pack_linears(model, kind, int8_min_weights=0) == {cls.__name__: 3}
         after = model(ids)
     assert torch.equal(model.embedding.weight, embedding)
     assert (after - before).abs().max() / before.std() < tolerance

@@ -52,8 +52,9 @@ def test_a_saved_model_generates_what_transformers_does(saved):
     assert info.max_model_len == 64 * 8  # also the model's own
 
 
-def test_auto_on_the_cpu_is_float32_packed_as_fp16(saved):
-    _, info = build(saved, replace(CONFIG, quantization="auto"))
+def test_auto_on_the_cpu_is_float32_packed_as_fp16_where_int8_cannot_be_judged(saved, tmp_path):
+    """The folder has no tokenizer."""
+    _, info = build(saved, replace(CONFIG, quantization="auto", cache_dir=str(tmp_path)))
     assert info.details["dtype"] == "float32"
     assert info.details["quantization"] == "fp16"
     assert info.details["attn_implementation"] == "paged_torch"

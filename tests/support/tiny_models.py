@@ -117,7 +117,7 @@ def reference_tokens(model: PreTrainedModel, prompt_ids: list[int], count: int) 
 def packed_model(family: str, quantization: str = "none") -> PreTrainedModel:
     """Return the model as the runner takes it. Shared between tests: nothing changes its weights."""
     model = tiny_model(family, attention="paged_torch")
-    pack_linears(model, quantization)
+    pack_linears(model, quantization, int8_min_weights=0)
     align_activations(model)
     return model
 
