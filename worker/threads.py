@@ -4,7 +4,10 @@ OpenMP's threads spin where they wait, for milliseconds or for ever. That is har
 of its own. As soon as another process wants a core (a web process, a client, anything on a small machine), a spinning
 thread holds the very core that the thread it waits for needs, and each of a step's hundreds of operations may cost a
 whole time slice of the scheduler. Measured on two cores, default model, one request: beside one busy process a token
-took 3.2 s, and 0.07 s with short spinning. Alone, short spinning costs 5 to 13 %.
+took 3.2 s, and 0.07 s with short spinning. Alone, short spinning costs up to 10 %.
+
+The library stops spinning by itself when there are more of its threads in the process than cores. Every thread that
+ever computed has a team of them, so only the engine's may be left when it starts (worker/main.py sees to it).
 """
 
 from collections.abc import MutableMapping
