@@ -18,6 +18,12 @@ def check_model(name: str | None, model: ModelInfo) -> None:
         )
 
 
+def refuse_hopeless(text: str, field: str, model: ModelInfo, tokenizer: TextTokenizer) -> None:
+    """Raise RequestError for a text so long that it cannot fit, before minutes are spent on encoding all of it."""
+    if tokenizer.exceeds(text, model.max_model_len):
+        raise _too_long(f"more than {model.max_model_len}", field, model)
+
+
 def call_specs(
     request: GenerationRequest, prompts: list[list[int]], prompt_field: str, model: ModelInfo, tokenizer: TextTokenizer
 ) -> list[CallSpec]:
@@ -45,12 +51,16 @@ def _check_prompt(ids: list[int], field: str, model: ModelInfo) -> None:
     if max(ids) >= model.vocab_size:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"{field}: has token ids outside the vocabulary", field)
     if len(ids) >= model.max_model_len:
-        raise RequestError(
-            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"This model's maximum context length is {model.max_model_len} tokens. "
-            f"However, your prompt has {len(ids)} tokens, which leaves no room for an answer.",
-            field,
-        )
+        raise _too_long(str(len(ids)), field, model)
+
+
+def _too_long(num_tokens: str, field: str, model: ModelInfo) -> RequestError:
+    return RequestError(
+        ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+        f"This model's maximum context length is {model.max_model_len} tokens. "
+        f"However, your prompt has {num_tokens} tokens, which leaves no room for an answer.",
+        field,
+    )
 
 
 def _check_limit(request: GenerationRequest, longest: int, model: ModelInfo) -> None:

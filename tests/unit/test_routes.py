@@ -370,6 +370,19 @@ def test_a_prompt_longer_than_the_context(make: MakeApi, kind: str, extra: int, 
     assert api.link.groups == []
 
 
+@pytest.mark.parametrize("kind", ["chat", "text", "texts"])
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(make: MakeApi, kind: str, monkeypatch) -> None:
+    """Encoding 8 MB takes minutes of a small machine's time, for a refusal."""
+    api, long = make(), "word " * 10_000
+    monkeypatch.setattr("web.text.model_text.ModelText.encode_prompt", None)
+    monkeypatch.setattr("web.text.model_text.ModelText.encode_chat", None)
+    half = {"role": "user", "content": long[: len(long) // 2]}
+    response = api.chat(messages=[half, half]) if kind == "chat" else api.text([long] if kind == "texts" else long)
+    error = check_error(response, 400, "messages" if kind == "chat" else "prompt", "context_length_exceeded")
+    assert f"has more than {CONTEXT} tokens" in error["message"]
+    assert not api.link.groups
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("value", [CONTEXT, 100_000_000])
 def test_more_tokens_than_the_context_has_room_for(make: MakeApi, field: str, value: int) -> None:

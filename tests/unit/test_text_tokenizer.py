@@ -184,3 +184,28 @@ def test_where_templates_come_from(tmp_path, template_in):
     config_file.write_text(json.dumps(config))
     ids = ModelText(folder).encode_chat([user("hi")])
     assert ids == tiny_tokenizer.build().encode(f"{IM_START}user\nhi{IM_END}\n{IM_START}assistant\n").ids
+
+
+@pytest.fixture
+def encoded(text, monkeypatch) -> list[int]:
+    """The lengths of the texts that were encoded."""
+    lengths: list[int] = []
+    encode = text.tokenizer._encode
+    monkeypatch.setattr(text.tokenizer, "_encode", lambda text: lengths.append(len(text)) or encode(text))
+    return lengths
+
+
+@pytest.mark.parametrize("unit", ["x ", "hello ", "\u4f60", "a"])
+def test_a_hopeless_text_is_found_out_by_its_beginning(text, encoded, unit):
+    """8 MB that cannot fit took 20 s to encode; what is looked at depends on the context, not on what was sent."""
+    assert text.tokenizer.exceeds(unit * 1_000_000, 500)
+    assert sum(encoded) <= 8 * 8 * 500
+
+
+def test_a_text_that_may_fit_is_not_refused(text, encoded):
+    """However long it is, when its tokens are long too."""
+    assert not text.tokenizer.exceeds("hello" * 1600, 900)
+    assert encoded == [7200]
+    del encoded[:]
+    assert not text.tokenizer.exceeds("x" * 4000, 500)
+    assert not encoded  # short enough to be encoded as a whole later

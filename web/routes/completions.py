@@ -2,13 +2,15 @@
 
 from flask import Flask, Response
 
+from common.wire import ModelInfo
 from web.answers import CompletionFormat
-from web.prepare import call_specs, check_model
+from web.prepare import call_specs, check_model, refuse_hopeless
 from web.routes.answer import answer
 from web.routes.body import read_json
 from web.routes.service import Service
 from web.schema.base import parse
 from web.schema.completions import CompletionRequest
+from web.text.model_text import ModelText
 
 
 def register(app: Flask, service: Service) -> None:
@@ -20,6 +22,11 @@ def register(app: Flask, service: Service) -> None:
         model = service.model
         check_model(asked.model, model)
         text = service.texts.of(model)
-        prompts = [text.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts]
+        prompts = [_encode(prompt, text, model) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
         specs = call_specs(asked, prompts, "prompt", model, text.tokenizer)
         return answer(service, asked, specs, model, text, CompletionFormat(), "cmpl")
+
+
+def _encode(prompt: str, text: ModelText, model: ModelInfo) -> list[int]:
+    refuse_hopeless(prompt, "prompt", model, text.tokenizer)
+    return text.encode_prompt(prompt)

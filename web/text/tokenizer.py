@@ -61,6 +61,19 @@ class TextTokenizer:
             return self._with_prefix(self._encode(text))
         return self._with_prefix(offload(self._encode, text))
 
+    def exceeds(self, text: str, num_tokens: int) -> bool:
+        """Whether a text has certainly more than so many tokens, looking no further into it than needed to know.
+
+        False says nothing. The beginning of a text can have more tokens than the same letters in the whole, but not
+        twice as many.
+        """
+        length = 8 * num_tokens  # of ordinary text that is about twice as many tokens
+        while length < len(text):
+            if len(offload(self._encode, text[:length])) > 2 * num_tokens:
+                return True
+            length *= 2
+        return False
+
     def encode_guarded(self, text: str) -> list[int]:
         """Return the ids of a template's output whose user text went through `guard.hide`; BOS stands there once."""
         if not (self._spelled_in_many_ways or self.guard.needed(text)):
