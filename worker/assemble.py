@@ -4,7 +4,6 @@ Runs in the thread that starts the worker.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -15,20 +14,23 @@ from worker.engine import Engine
 from worker.kv_cache import KVCacheManager
 from worker.memory import Demand, choose_max_batch_tokens, choose_num_blocks, usable_threads
 from worker.model_loader import LoadedModel, load_model
+from worker.models.resolve import ResolvedModel
 from worker.probe import measure_step, probe
 from worker.runner import TorchRunner
 from worker.scheduler import Scheduler, SchedulerConfig
 
 
-def build_engine(config: WorkerConfig, model_dir: Path, report: Callable[[str], None]) -> tuple[Engine, ModelInfo]:
-    """Load the model in `model_dir` and build the engine for it.
+def build_engine(
+    config: WorkerConfig, resolved: ResolvedModel, report: Callable[[str], None]
+) -> tuple[Engine, ModelInfo]:
+    """Load the model and build the engine for it.
 
     `report` takes lines for the log. Raises ConfigError for settings that do not work here and ModelError for a model
     that does not.
     """
     torch.set_num_threads(config.threads or usable_threads())
-    report(f"loading {model_dir}")
-    loaded = load_model(model_dir, config, report)
+    report(f"loading {resolved.path}")
+    loaded = load_model(resolved.path, config, report)
     device = loaded.model.device
     bytes_per_token = probe(loaded, config.block_size)
     max_model_len = choose_max_model_len(config.max_model_len, loaded.max_model_len)
@@ -52,7 +54,7 @@ def build_engine(config: WorkerConfig, model_dir: Path, report: Callable[[str], 
         f"{num_blocks} cache blocks of {config.block_size} tokens ({bytes_per_token} bytes a token), "
         f"{scheduler_config.max_batch_tokens} tokens a step at most, context {scheduler.max_model_len}"
     )
-    return Engine(scheduler, runner), describe(loaded, config, model_dir, scheduler, device)
+    return Engine(scheduler, runner), describe(loaded, config, resolved, scheduler, device)
 
 
 def choose_max_model_len(wanted: int | None, own: int) -> int:
@@ -71,12 +73,12 @@ def check_cache_size(cache_tokens: int, wanted_model_len: int | None) -> None:
 
 
 def describe(
-    loaded: LoadedModel, config: WorkerConfig, model_dir: Path, scheduler: Scheduler, device: torch.device
+    loaded: LoadedModel, config: WorkerConfig, resolved: ResolvedModel, scheduler: Scheduler, device: torch.device
 ) -> ModelInfo:
-    """Return what the web side learns of the model; `id` is the folder's name unless a name was given."""
+    """Return what the web side learns of the model."""
     return ModelInfo(
-        id=config.served_model_name or model_dir.name,
-        path=str(model_dir.resolve()),
+        id=resolved.id,
+        path=str(resolved.path.resolve()),
         max_model_len=scheduler.max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=list(loaded.eos_token_ids),

@@ -1,8 +1,8 @@
 """A worker process from start to end: bind, load the model, serve, stop.
 
-The main thread loads the model and then waits. Signals go to a thread of their own, because loading spends seconds at a
-time where Python handles none; the io thread (worker/server.py) does the talking. A supervisor that wants the worker to
-die with it says so when it starts it (cli/child.py does).
+The main thread has the model loaded and then waits. Signals go to a thread of their own, because loading spends seconds
+at a time where Python handles none; the io thread (worker/server.py) does the talking. A supervisor that wants the
+worker to die with it says so when it starts it (cli/child.py does).
 """
 
 import logging
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
@@ -22,8 +21,8 @@ from common.logs import set_up_logging
 from common.wire import ModelInfo
 from worker.engine import Engine
 from worker.models.progress import LINE_INTERVAL_S, Progress, ProgressLines
+from worker.openmp import spin_briefly
 from worker.server import WorkerServer
-from worker.threads import spin_briefly
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +45,9 @@ def load_engine(config: WorkerConfig) -> tuple[Engine, ModelInfo]:
         # Importing torch takes seconds and is needed only now.
         from worker.assemble import build_engine
 
-        engine, model = build_engine(config, resolved.path, progress.say)
+        built = build_engine(config, resolved, progress.say)
     log.info("%s is loaded, %.1f s after the start", resolved.id, time.monotonic() - started_s)
-    return engine, replace(model, id=resolved.id)
+    return built
 
 
 def run_worker(config: WorkerConfig, load: Load = load_engine) -> int:

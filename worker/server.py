@@ -8,6 +8,7 @@ is loading or a step takes long. It never computes anything and never waits for 
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 
 from common.clock import AwakeClock
@@ -109,16 +110,21 @@ class WorkerServer:
     # --- the io thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._guard(self._serve)
+        self._guard(self._finish)
+        self._guard(lambda: self._channel.close(LINGER_S))
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """A process that cannot talk must end, with a code that says so, so that another can take its place."""
         try:
-            while not self._stopping.is_set():
-                self._round()
-        except Exception:  # a process that cannot talk must end, so that another can take its place
+            work()
+        except Exception:
             log.exception("the io thread ends")
             self._exit_code = EXIT_IO_DIED
-        try:
-            self._finish()
-        finally:
-            self._channel.close(LINGER_S)
+
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            self._round()
 
     def _round(self) -> None:
         self._channel.wait(self._wait_s())

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker.threads import spin_briefly
+from worker.openmp import spin_briefly
 
 spin_briefly(os.environ)  # before torch is imported: two threads crawl when another program wants a core, too
 

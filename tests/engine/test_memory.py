@@ -76,7 +76,7 @@ def test_step_size_never_starves_the_running_requests():
     assert choose_max_batch_tokens(None, 500, CPU) == 500
 
 
-def test_threads_heed_the_processor_quota(machine, monkeypatch):
+def test_openmp_heed_the_processor_quota(machine, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert usable_threads() == 8
     machine("cpu.max", "max 100000\n")

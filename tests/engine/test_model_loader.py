@@ -15,6 +15,7 @@ from common.params import SamplingParams
 from tests.support.tiny_models import VOCAB_SIZE, answers, prompt_of, reference_tokens, tiny_model
 from worker.assemble import build_engine
 from worker.model_loader import choose_arithmetic, choose_device, load_model
+from worker.models.resolve import ResolvedModel
 from worker.probe import probe
 
 CONFIG = WorkerConfig(num_blocks=64, block_size=8, quantization="none", device="cpu", threads=1)
@@ -40,7 +41,7 @@ def change(path: Path, **values) -> None:
 
 
 def build(folder: Path, config: WorkerConfig = CONFIG):
-    return build_engine(config, folder, lambda line: None)
+    return build_engine(config, ResolvedModel(folder.name, folder), lambda line: None)
 
 
 def test_a_saved_model_generates_what_transformers_does(saved):

@@ -22,6 +22,7 @@ TORCH_HALF = {
     "worker.model_loader",
     "worker.models.gguf_weights",
     "worker.probe",
+    "worker.quantization",
     "worker.runner",
     "worker.sampler",
 }

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+from common.config import WorkerConfig
 from worker.main import run_and_end_thread
+from worker.server import EXIT_IO_DIED, WorkerServer
 
 SCRIPT = """
 import threading
@@ -38,3 +40,26 @@ def test_an_error_of_loading_is_raised():
 
     with pytest.raises(ValueError, match="no such model"):
         run_and_end_thread(fails)
+
+
+@pytest.mark.parametrize("broken", ["_beat", "_publish", "_take_messages"])
+@pytest.mark.parametrize("when", ["serving", "ending"])
+def test_an_io_thread_that_breaks_ends_the_process_with_its_own_code(tmp_path, monkeypatch, caplog, broken, when):
+    """Not with 0, whatever part of it breaks: a supervisor would take that for an end that was asked for."""
+    config = WorkerConfig(
+        submit_endpoint=f"ipc://{tmp_path}/submit.sock",
+        publish_endpoint=f"ipc://{tmp_path}/publish.sock",
+        heartbeat_interval_s=0.05,
+    )
+    server = WorkerServer(config)
+
+    def fails(*args: object) -> None:
+        if when == "serving" or server._stopping.is_set():
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(server, broken, fails)
+    server.start()
+    if when == "ending":
+        server.stop()
+    assert server.join(20) == EXIT_IO_DIED
+    assert "the io thread ends" in caplog.text

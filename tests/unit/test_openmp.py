@@ -3,10 +3,10 @@
 import subprocess
 import sys
 
-from worker.threads import SHORT_SPIN, spin_briefly
+from worker.openmp import SHORT_SPIN, spin_briefly
 
 
-def test_threads_sleep_soon_by_default():
+def test_openmp_sleep_soon_by_default():
     env = {"PATH": "/bin"}
     spin_briefly(env)
     assert env == {"PATH": "/bin", **SHORT_SPIN}
