@@ -1,4 +1,4 @@
-"""A cache too small for its requests costs time and nothing else: preempted requests give the tokens they would have."""
+"""A cache too small for its requests costs time and nothing else: preempted requests give the same tokens."""
 
 import random
 

@@ -32,7 +32,10 @@ def fetch_snapshot(repo: str, allow_patterns: list[str]) -> Path:
     def download() -> str:
         return str(huggingface_hub.snapshot_download(repo, allow_patterns=allow_patterns, ignore_patterns=_DUPLICATES))
 
-    return Path(_call(repo, download))
+    folder = Path(_call(repo, download))
+    if not folder.is_dir():
+        raise ModelError(f"{repo} on the model hub has none of the files that a model is loaded from")
+    return folder
 
 
 def _call(repo: str, action: Callable[[], T]) -> T:
