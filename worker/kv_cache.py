@@ -7,6 +7,9 @@ Prefix caching: a full block is named by the hash of its tokens chained onto the
 vLLM's automatic prefix caching, so equal names mean equal token histories. The chain starts from the tenant, so that no
 tenant can learn from timing what another one asked. A block that nobody holds stays findable until its place is
 needed; the least recently freed goes first.
+
+A prompt that another request is computing at this moment is not computed twice: the second waits for its blocks. So
+the n answers to one prompt, submitted together, cost one prefill.
 """
 
 from array import array
@@ -27,6 +30,8 @@ class KVCacheManager:
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        # Names of blocks that a request is about to compute, by whom.
+        self._promised: dict[bytes, RequestState] = {}
         # Blocks nobody holds, in the order in which they are given away.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
@@ -53,9 +58,11 @@ class KVCacheManager:
         """Give a request that holds nothing the blocks for all its tokens, cached ones where its prefix is known.
 
         Sets `num_computed` to the tokens found. Returns False and changes nothing when fewer than
-        `reserve_blocks` would be left free.
+        `reserve_blocks` would be left free, or when the prefix goes on in blocks that are being computed now.
         """
-        found = self._find_prefix(request)
+        found, to_compute = self._find_prefix(request)
+        if to_compute and to_compute[0] in self._promised:
+            return False
         idle = sum(1 for block in found if not self._references[block])
         missing = self.blocks_for(request.num_tokens) - len(found)
         if self.num_free - idle - missing < reserve_blocks:
@@ -65,6 +72,7 @@ class KVCacheManager:
         request.block_table = found
         request.num_computed = len(found) * self.block_size
         self._take(request, missing)
+        self._promised.update(dict.fromkeys(to_compute, request))
         return True
 
     def grow(self, request: RequestState) -> bool:
@@ -85,9 +93,13 @@ class KVCacheManager:
         self._extend_hashes(request, full)
         for index in range(first, full):
             self._name(request.block_table[index], request.block_hashes[index])
+            self._promised.pop(request.block_hashes[index], None)
 
     def free(self, request: RequestState) -> None:
         """Take back all that a request holds; its tokens stay, its cached blocks stay findable."""
+        for name in request.block_hashes[request.num_computed // self.block_size :]:
+            if self._promised.get(name) is request:
+                del self._promised[name]
         # The tail goes first, so that the start of a history, which more requests share, lives longest.
         for block in reversed(request.block_table):
             self._references[block] -= 1
@@ -101,6 +113,11 @@ class KVCacheManager:
     def check(self, holders: Iterable[RequestState]) -> None:
         """Raise AssertionError unless the books balance: every reference is a holder's, free + held = total."""
         counted = [0] * self.num_blocks
+        holders = list(holders)
+        _ensure(
+            {id(request) for request in self._promised.values()} <= {id(request) for request in holders},
+            "blocks are promised by a request that computes nothing",
+        )
         for request in holders:
             _ensure(len(set(request.block_table)) == len(request.block_table), "a request holds a block twice")
             _ensure(
@@ -119,10 +136,13 @@ class KVCacheManager:
 
     # --- the parts of the above ---------------------------------------------------------------------------------------
 
-    def _find_prefix(self, request: RequestState) -> list[int]:
-        """Return the cached blocks that start this request's history; its last token is always left to compute."""
+    def _find_prefix(self, request: RequestState) -> tuple[list[int], list[bytes]]:
+        """Return the cached blocks that start this request's history, and the names of the full blocks after them.
+
+        The last token is always left to compute.
+        """
         if not self.prefix_caching:
-            return []
+            return [], []
         limit = (request.num_tokens - 1) // self.block_size
         self._extend_hashes(request, limit)
         found: list[int] = []
@@ -131,7 +151,7 @@ class KVCacheManager:
             if block is None:
                 break
             found.append(block)
-        return found
+        return found, request.block_hashes[len(found) : limit]
 
     def _extend_hashes(self, request: RequestState, num_blocks: int) -> None:
         hashes = request.block_hashes

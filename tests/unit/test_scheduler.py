@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import ErrorCode
+from common.errors import ErrorCode, RequestError
 from common.params import SamplingParams
 from common.wire import Accepted, Failed, Finished, Submit, Tokens
 from tests.support.history_runner import VOCAB_SIZE, HistoryRunner, expected_tokens
@@ -161,6 +161,41 @@ def test_a_shared_prefix_is_computed_once():
     h.run()
     assert h.runner.computed_tokens == 40 + 2
     assert h.ends["b"].usage.cached_tokens == 40
+    h.assert_right("b")
+
+
+@pytest.mark.parametrize("max_batch_tokens", [16, 64, 1000])
+def test_equal_prompts_submitted_together_are_computed_once(max_batch_tokens):
+    """Four answers to one prompt cost one prefill, and hold its blocks once: n = 4 must not cost four."""
+    h = Harness(num_blocks=64, max_batch_tokens=max_batch_tokens)
+    for id in "abcd":
+        h.add(id, prompt(42), max_tokens=5, seed=ord(id))
+    most_used = 0
+    while h.engine.has_work:
+        h.step()
+        most_used = max(most_used, h.cache.num_used)
+    decoded = 4 * (5 - 1)
+    assert h.runner.computed_tokens == 42 + 3 * 2 + decoded  # the last block of 4 is not full: each has its own
+    assert [h.ends[id].usage.cached_tokens for id in "abcd"] == [0, 40, 40, 40]
+    assert most_used <= 10 + 4 * 2
+    for id in "abcd":
+        h.assert_right(id)
+
+
+@pytest.mark.parametrize("way", ["cancel", "fail"])
+def test_a_prompt_whose_computation_ends_early_is_taken_over(way):
+    """Whoever waited for it computes it; it must not wait for ever."""
+    h = Harness(num_blocks=64, max_batch_tokens=16)
+    h.add("a", prompt(40))
+    h.add("b", prompt(40), seed=1)
+    h.step()
+    assert (len(h.scheduler.running), len(h.scheduler.waiting)) == (1, 1)
+    if way == "cancel":
+        h.engine.cancel("a")
+    else:
+        h.scheduler.fail(h.scheduler.running[0], RequestError(ErrorCode.INTERNAL_ERROR, "x"))
+    h.run()
+    assert h.ends["b"].usage.cached_tokens == 16
     h.assert_right("b")
 
 
