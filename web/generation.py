@@ -72,20 +72,24 @@ class Choice:
 
 
 class Generation:
-    """The answers to one HTTP request."""
+    """The answers to one HTTP request: `answers_per_prompt` calls to each prompt, one after another."""
 
-    def __init__(self, calls: Calls, specs: list[CallSpec], choices: list[Choice]):
+    def __init__(self, calls: Calls, specs: list[CallSpec], choices: list[Choice], answers_per_prompt: int = 1):
         self._calls = calls
-        self._num_prompt_tokens = sum(len(spec.prompt_ids) for spec in specs)
+        self._num_prompt_tokens = sum(len(spec.prompt_ids) for spec in specs[::answers_per_prompt])
         self._choices = choices
+        self._answers_per_prompt = answers_per_prompt
 
     @property
     def usage(self) -> Usage:
-        """The token counts of all choices together; right once `deltas` has ended."""
+        """The token counts of all choices together; right once `deltas` has ended.
+
+        A prompt counts once, and so do its cached tokens: those that its first call found.
+        """
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=sum(choice.cached_tokens for choice in self._choices),
+            cached_tokens=sum(choice.cached_tokens for choice in self._choices[:: self._answers_per_prompt]),
         )
 
     def deltas(self) -> Iterator[Delta | None]:

@@ -27,7 +27,10 @@ def refuse_hopeless(text: str, field: str, model: ModelInfo, tokenizer: TextToke
 def call_specs(
     request: GenerationRequest, prompts: list[list[int]], prompt_field: str, model: ModelInfo, tokenizer: TextTokenizer
 ) -> list[CallSpec]:
-    """Return one call for each prompt. Raises RequestError that names the field which does not fit the model."""
+    """Return the calls: for each prompt as many as answers were asked for, one after another.
+
+    Raises RequestError that names the field which does not fit the model.
+    """
     for ids in prompts:
         _check_prompt(ids, prompt_field, model)
     _check_limit(request, max(map(len, prompts)), model)
@@ -36,12 +39,13 @@ def call_specs(
     return [
         CallSpec(
             prompt_ids=ids,
-            params=request.sampling_params(),
+            params=params,
             max_tokens=limit[1] if limit else model.max_model_len - len(ids),
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(request.ignore_eos),
         )
         for ids in prompts
+        for params in request.sampling_params()
     ]
 
 

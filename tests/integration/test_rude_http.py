@@ -271,7 +271,7 @@ def test_a_request_of_very_many_prompts(rig: Rig, count: int) -> None:
 def test_a_request_of_too_many_prompts(rig: Rig) -> None:
     body = json.dumps({"prompt": [[7]] * 1025, "max_tokens": 2}).encode()
     [answer] = exchange(rig, request_bytes("POST", TEXT, body))
-    assert (answer.status, answer.error["param"]) == (400, "prompt")
+    assert (answer.status, answer.error["param"]) == (400, "n")
     check_serves(rig)
 
 

@@ -152,6 +152,38 @@ def test_several_prompts(make: MakeApi, stream: bool) -> None:
     assert texts == ["one", "two words", "three"]
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers(make: MakeApi, kind: str, stream: bool) -> None:
+    """n gives n choices to each prompt, each drawn with a seed of its own; the prompt counts once.
+
+    The first is what n = 1 would have given.
+    """
+    api = make(next_id=lambda spec, done: None if done else 300 + spec.params.seed, cached_tokens=1)
+    fields = {"n": 3, "seed": 7, "stream": stream}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    response = api.chat(**fields) if kind == "chat" else api.text(["one", "two"], **fields)
+    count = 3 if kind == "chat" else 6
+    (group,) = api.link.groups
+    assert [spec.params.seed for spec in group.specs] == [7, 8, 9] * (count // 3)
+    wanted = [TOKENIZER.decode([300 + spec.params.seed]) for spec in group.specs]
+    if stream:
+        *chunks, last = events(response)
+        texts, usage = [joined(chunks, index) for index in range(count)], last["usage"]
+        assert sorted(finish_reasons(chunks)) == [(index, "stop") for index in range(count)]
+    else:
+        body = response.get_json()
+        assert [choice["index"] for choice in body["choices"]] == list(range(count))
+        texts = [choice["message"]["content"] if kind == "chat" else choice["text"] for choice in body["choices"]]
+        usage = body["usage"]
+    assert texts == wanted
+    prompts = {tuple(spec.prompt_ids) for spec in group.specs}
+    assert usage["prompt_tokens"] == sum(map(len, prompts))
+    assert usage["completion_tokens"] == count
+    assert usage["prompt_tokens_details"] == {"cached_tokens": len(prompts)}
+
+
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
 def test_prompts_of_token_ids(make: MakeApi, prompt: Any) -> None:
     """Token ids reach the worker as they are."""
@@ -442,7 +474,7 @@ def test_a_body_over_the_limit(make: MakeApi) -> None:
 def test_a_bad_request_asks_nothing_of_the_worker(make: MakeApi) -> None:
     """It is refused before the worker hears of it."""
     api = make()
-    for fields in ({"temperature": 9}, {"stop": [""]}, {"n": 2}, {"tools": [{}]}, {"model": "x"}):
+    for fields in ({"temperature": 9}, {"stop": [""]}, {"n": 0}, {"tools": [{}]}, {"model": "x"}):
         assert api.chat(**fields).status_code in {400, 404}
     assert api.link.groups == []
 

@@ -78,9 +78,7 @@ class Registry:
         """Register calls and submit them. Raises RequestError at once when they cannot be taken."""
         limit = self._config.max_open_requests
         if len(specs) > limit:
-            # Several prompts are what makes several calls.
-            message = f"prompt: one request may ask for at most {limit} completions"
-            raise RequestError(ErrorCode.INVALID_REQUEST, message, "prompt")
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"n: one request gets at most {limit} answers in all", "n")
         group = CallGroup(self, [(new_request_id(prefix), spec) for spec in specs])
         with self._lock:
             refusal = self.refusal()

@@ -40,7 +40,7 @@ def answer(
         g.request_id = calls.ids[0]
         calls.wait_accepted()
         choices = [Choice(text.decode_stream(), asked.stops) for _ in specs]
-        generation = Generation(calls, specs, choices)
+        generation = Generation(calls, specs, choices, asked.num_choices)
         writer = Writer(form, calls.ids[0], int(time.time()), model.id, len(specs))
         if not asked.stream:
             return _whole(calls, generation, writer, choices)

@@ -3,6 +3,7 @@
 The names are OpenAI's, then those that vLLM's and llama-server's clients send.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -11,6 +12,7 @@ from common.ids import new_seed
 from common.params import SamplingParams
 from web.schema.base import BRANCH, Refused, RequestSchema, Text, complaint, in_range, neutral
 
+MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 
@@ -46,8 +48,6 @@ class StreamOptions(RequestSchema):
 class UnsupportedFields(RequestSchema):
     """Fields that would change the answer and are not supported yet; see docs/API.md."""
 
-    n: Annotated[int | None, Field(ge=1, le=128), neutral(1)] = None
-    best_of: Annotated[Any, neutral(1)] = None
     logit_bias: Annotated[Any, neutral({})] = None
     use_beam_search: Annotated[Any, neutral(False)] = None
     length_penalty: Annotated[Any, neutral(1)] = None
@@ -107,6 +107,8 @@ class GenerationRequest(UnsupportedFields):
     frequency_penalty: Annotated[float | None, in_range("frequency_penalty")] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     stop: Stop | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -119,7 +121,14 @@ class GenerationRequest(UnsupportedFields):
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise complaint("must not differ from max_tokens when both are given", "max_completion_tokens")
+        if self.best_of not in (None, self.num_choices):
+            raise complaint("is not supported beyond n", "best_of")
         return self
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
 
     @property
     def limit(self) -> tuple[str, int] | None:
@@ -140,10 +149,13 @@ class GenerationRequest(UnsupportedFields):
         """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters, with a random seed where none was sent."""
+    def sampling_params(self) -> list[SamplingParams]:
+        """Return the sampling parameters of each answer to a prompt; the seeds follow on the one sent, or a random one.
+
+        So the first is the one that n = 1 gives.
+        """
         default = SamplingParams()
-        return SamplingParams(
+        params = SamplingParams(
             temperature=_or(self.temperature, default.temperature),
             top_p=_or(self.top_p, default.top_p),
             top_k=max(_or(self.top_k, default.top_k), 0),
@@ -151,8 +163,9 @@ class GenerationRequest(UnsupportedFields):
             presence_penalty=_or(self.presence_penalty, default.presence_penalty),
             frequency_penalty=_or(self.frequency_penalty, default.frequency_penalty),
             repetition_penalty=_or(self.repetition_penalty, default.repetition_penalty),
-            seed=new_seed() if self.seed in (None, RANDOM_SEED) else (self.seed or 0) & SEED_BITS,
+            seed=new_seed() if self.seed in (None, RANDOM_SEED) else self.seed or 0,
         )
+        return [replace(params, seed=(params.seed + at) & SEED_BITS) for at in range(self.num_choices)]
 
 
 def _or(value: Any, default: Any) -> Any:
