@@ -113,11 +113,18 @@ def _params(value: Any) -> SamplingParams:
     if not isinstance(value, dict):
         raise ValueError("expected a map")
     known = {f.name for f in fields(SamplingParams)}
-    params = SamplingParams(**{key: item for key, item in value.items() if key in known})
+    params = SamplingParams(**{key: _tuples(item) for key, item in value.items() if key in known})
     problem = params.problem()
     if problem:
         raise ValueError(f"{problem[0]} {problem[1]}")
     return params
+
+
+def _tuples(value: Any) -> Any:
+    """Return a list, and lists in it, as tuples."""
+    if not isinstance(value, list):
+        return value
+    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
 
 def _topic(value: Any) -> str:

@@ -30,6 +30,7 @@ class SampleRow:
 
     `index` is the index of the token to be drawn among the request's generated tokens: with the seed it fixes the
     random number. `tokens` is the request's whole token list (not a copy; the first `num_prompt` are the prompt).
+    `end_ids` are the tokens that would end the request.
     """
 
     row: int
@@ -37,6 +38,7 @@ class SampleRow:
     params: SamplingParams
     tokens: list[int]
     num_prompt: int
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -84,6 +86,13 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
         batch.segments.append(Segment(row, start, length, table))
         if end == request.num_tokens:
             batch.samples.append(
-                SampleRow(row + length - 1, request.num_generated, request.params, request.tokens, request.num_prompt)
+                SampleRow(
+                    row + length - 1,
+                    request.num_generated,
+                    request.params,
+                    request.tokens,
+                    request.num_prompt,
+                    request.end_ids,
+                )
             )
     return batch

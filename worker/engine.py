@@ -73,7 +73,7 @@ class Engine:
         if submit.grammar is not None:
             self._scheduler.refuse(submit.id, RequestError(ErrorCode.INVALID_REQUEST, "grammars are not supported"))
             return
-        self._scheduler.add(RequestState.from_submit(submit))
+        self._scheduler.add(RequestState.from_submit(submit, self._scheduler.config.eos_token_ids))
 
     def cancel(self, request_id: str, reason: str = "") -> None:
         """End a request; an unknown id is no error. `reason` goes to the log."""

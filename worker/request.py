@@ -25,7 +25,7 @@ class RequestState:
 
     `tokens` is the prompt followed by everything generated. The keys and values of its first `num_computed` tokens
     are in the cache; the scheduler hands out steps until num_computed meets len(tokens). That one rule covers
-    prefill, chunked prefill, prefix hits, decode, preemption and resume.
+    prefill, chunked prefill, prefix hits, decode, preemption and resume. A generated token in `end_ids` is the last.
     """
 
     id: str
@@ -33,8 +33,7 @@ class RequestState:
     num_prompt: int
     params: SamplingParams
     max_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
+    end_ids: frozenset[int] = frozenset()
     priority: int = 0
     tenant: str = ""
     arrival: int = 0
@@ -49,16 +48,16 @@ class RequestState:
     first_token_s: float = 0.0
 
     @classmethod
-    def from_submit(cls, submit: Submit) -> "RequestState":
-        """Build the state of a freshly received request."""
+    def from_submit(cls, submit: Submit, eos_token_ids: frozenset[int] = frozenset()) -> "RequestState":
+        """Build the state of a freshly received request; eos_token_ids are the model's."""
+        stop_token_ids = frozenset(submit.stop_token_ids)
         return cls(
             id=submit.id,
             tokens=[*submit.prompt_ids, *submit.generated_ids],
             num_prompt=len(submit.prompt_ids),
             params=submit.params,
             max_tokens=submit.max_tokens,
-            stop_token_ids=frozenset(submit.stop_token_ids),
-            ignore_eos=submit.ignore_eos,
+            end_ids=stop_token_ids if submit.ignore_eos else stop_token_ids | eos_token_ids,
             priority=submit.priority,
             tenant=submit.tenant,
         )

@@ -184,6 +184,8 @@ class Scheduler:
             return RequestError(ErrorCode.INVALID_REQUEST, "the prompt is empty")
         if min(request.tokens) < 0 or max(request.tokens) >= self.config.vocab_size:
             return RequestError(ErrorCode.INVALID_REQUEST, "the prompt has token ids outside the vocabulary")
+        if request.params.largest_id() >= self.config.vocab_size:
+            return RequestError(ErrorCode.INVALID_REQUEST, "the parameters name token ids outside the vocabulary")
         if request.num_prompt + request.max_tokens > self.max_model_len:
             return RequestError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
@@ -229,7 +231,7 @@ class Scheduler:
 
     def _finish_if_done(self, request: RequestState) -> None:
         last = request.tokens[-1] if request.num_generated else None
-        if last in request.stop_token_ids or (last in self.config.eos_token_ids and not request.ignore_eos):
+        if last in request.end_ids:
             self.finish(request, self._ended(request, "stop"))
         elif request.num_generated >= request.max_tokens:
             self.finish(request, self._ended(request, "length"))

@@ -10,15 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.params import SamplingParams
-from worker import sampler
+from worker import filters, random_numbers
 from worker.batch import SampleRow
-from worker.sampler import UNUSABLE, sample, uniform
+from worker.random_numbers import uniform
+from worker.sampler import UNUSABLE, sample
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def row(params: SamplingParams, tokens: list[int] | None = None, num_prompt: int = 0, index: int = 0) -> SampleRow:
-    return SampleRow(0, index, params, tokens or [], num_prompt)
+def row(
+    params: SamplingParams,
+    tokens: list[int] | None = None,
+    num_prompt: int = 0,
+    index: int = 0,
+    end_ids: frozenset[int] = frozenset(),
+) -> SampleRow:
+    return SampleRow(0, index, params, tokens or [], num_prompt, end_ids)
 
 
 def draw(logits: list[float], params: SamplingParams, **more) -> int:
@@ -35,6 +42,15 @@ def kept_probabilities(logits: list[float], at: SampleRow) -> list[float]:
     for token in set(at.tokens):
         scores[token] *= 1 / p.repetition_penalty if scores[token] > 0 else p.repetition_penalty
         scores[token] -= p.frequency_penalty * output.count(token) + p.presence_penalty * (token in output)
+    for token, penalty in plain_dry(at).items():
+        scores[token] -= penalty
+    for token, bias in p.logit_bias:
+        scores[token] += bias
+    for token in range(len(scores)):
+        if (p.allowed_token_ids and token not in p.allowed_token_ids) or (
+            at.index < p.min_tokens and token in at.end_ids
+        ):
+            scores[token] = -math.inf
     if p.greedy:
         best = max(range(len(scores)), key=lambda token: (scores[token], -token))
         return [float(token == best) for token in range(len(scores))]
@@ -49,7 +65,57 @@ def kept_probabilities(logits: list[float], at: SampleRow) -> list[float]:
         nucleus.append(token)
         running += weights[token]
     lowest = min(weights[token] for token in nucleus if weights[token] >= p.min_p * weights[order[0]])
-    return [weight if weight >= lowest else 0.0 for weight in weights]
+    weights = [weight if weight >= lowest else 0.0 for weight in weights]
+    return plain_xtc(plain_typical(weights, p.typical_p), at)
+
+
+def plain_dry(at: SampleRow) -> dict[int, float]:
+    """For each token, the longest end of the text that stands before an earlier place of it."""
+    p = at.params
+    if not p.dry_multiplier:
+        return {}
+    tokens = at.tokens[-p.dry_range :] if p.dry_range else at.tokens
+    longest: dict[int, int] = {}
+    for place in range(1, len(tokens)):
+        if tokens[place] in p.dry_breakers:
+            continue
+        length = 0
+        while (
+            length < place
+            and tokens[place - 1 - length] == tokens[len(tokens) - 1 - length]
+            and tokens[place - 1 - length] not in p.dry_breakers
+        ):
+            length += 1
+        longest[tokens[place]] = max(length, longest.get(tokens[place], 0))
+    return {
+        token: p.dry_multiplier * p.dry_base ** (min(length, 50) - p.dry_allowed_length)
+        for token, length in longest.items()
+        if length and length >= p.dry_allowed_length
+    }
+
+
+def plain_typical(weights: list[float], typical_p: float) -> list[float]:
+    if typical_p >= 1.0:
+        return weights
+    total = sum(weights)
+    surprise = {token: -math.log(weight / total) for token, weight in enumerate(weights) if weight}
+    expected = sum(weights[token] / total * surprise[token] for token in surprise)
+    deviation = {token: abs(surprise[token] - expected) for token in surprise}
+    furthest, running = -1.0, 0.0
+    for token in sorted(deviation, key=deviation.__getitem__):
+        if furthest >= 0 and running >= typical_p:
+            break
+        furthest = deviation[token]
+        running += weights[token] / total
+    return [weight if weight and deviation[token] <= furthest else 0.0 for token, weight in enumerate(weights)]
+
+
+def plain_xtc(weights: list[float], at: SampleRow) -> list[float]:
+    p = at.params
+    if uniform(p.seed + random_numbers.XTC_STREAM, at.index) >= p.xtc_probability:
+        return weights
+    top = sorted(weight for weight in weights if weight and weight >= p.xtc_threshold * sum(weights))
+    return [0.0 if weight in top and weight > top[0] else weight for weight in weights]
 
 
 def plain_token(logits: list[float], at: SampleRow) -> tuple[int, bool]:
@@ -75,21 +141,39 @@ params = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
     frequency_penalty=st.sampled_from([0.0, 0.25, -0.5]),
     repetition_penalty=st.sampled_from([1.0, 2.0, 0.5]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.87, 0.41, 0.0]),
+    xtc_probability=st.sampled_from([0.0, 0.5, 1.0]),
+    xtc_threshold=st.sampled_from([0.0, 0.0413, 0.1307, 0.49]),
+    dry_multiplier=st.sampled_from([0.0, 0.0, 0.5]),
+    dry_base=st.sampled_from([1.0, 1.5, 2.0]),
+    dry_allowed_length=st.sampled_from([0, 1, 2, 3]),
+    dry_range=st.sampled_from([0, 1, 5, 100]),
+    dry_breakers=st.sampled_from([(), (3,), (0, 1, 2, 3)]),
+    logit_bias=st.sampled_from([(), ((0, 5.0), (3, -100.0)), ((23, 100.0),)]),
+    allowed_token_ids=st.sampled_from([(), (), (0, 3, 5, 9, 23)]),
+    min_tokens=st.sampled_from([0, 0, 2**20]),
     seed=st.integers(0, 2**63 - 1),
 )
 
 
 @st.composite
 def rows(draw_from):
-    tokens = draw_from(st.lists(st.integers(0, VOCAB - 1), max_size=12))
+    few = st.lists(st.integers(0, 3), max_size=20)  # in which sequences come again
+    tokens = draw_from(st.lists(st.integers(0, VOCAB - 1), max_size=12) | few)
     # Distinct multiples of a sixteenth are exact in float32, and their weights stay distinct: no filter hangs on a
     # rounding.
     logits = [x / 16 for x in random.Random(draw_from(st.integers(0, 2**20))).sample(range(-64, 65), VOCAB)]
-    at = row(draw_from(params), tokens, draw_from(st.integers(0, len(tokens))), draw_from(st.integers(0, 2**20)))
+    at = row(
+        draw_from(params),
+        tokens,
+        draw_from(st.integers(0, len(tokens))),
+        draw_from(st.integers(0, 2**20)),
+        draw_from(st.sampled_from([frozenset(), frozenset({0, 7})])),
+    )
     return logits, at
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(rows(), min_size=1, max_size=6))
 def test_same_as_a_plain_sampler(batch):
     """All parameters at once, in batches: each row is what the plain sampler gives for it."""
@@ -128,7 +212,7 @@ def test_wide_filters_see_past_the_first_candidates(monkeypatch):
     logits = torch.randn(40, 300)
     at = [row(SamplingParams(top_p=0.9 + i % 10 / 100, top_k=i % 4 * 60, min_p=i % 3 / 50, seed=i)) for i in range(40)]
     whole = sample(logits.clone(), at)
-    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 16)
+    monkeypatch.setattr(filters, "NUM_CANDIDATES", 16)
     assert sample(logits.clone(), at) == whole
 
 
@@ -137,7 +221,7 @@ def test_wide_filters_see_past_the_first_candidates(monkeypatch):
 
 def test_uniform_is_splitmix64():
     """The generator's published first numbers from state 0 (reference implementation by Vigna)."""
-    assert [sampler._mix((i * 0x9E3779B97F4A7C15) & (2**64 - 1)) for i in range(3)] == [
+    assert [random_numbers._mix((i * 0x9E3779B97F4A7C15) & (2**64 - 1)) for i in range(3)] == [
         0xE220A8397B1DCDAF,
         0x6E789E6AA1B965F4,
         0x06C45D188009454F,
@@ -248,6 +332,6 @@ def test_a_token_of_minus_infinity_is_never_drawn():
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
 def test_the_ends_of_the_unit_interval_pick_possible_tokens(monkeypatch, number):
     """The smallest and the largest uniform number must not fall on tokens of probability 0 at the ends."""
-    monkeypatch.setattr(sampler, "uniform", lambda seed, index: number)
+    monkeypatch.setattr("worker.sampler.uniform", lambda seed, index: number)
     logits = [-math.inf, *[0.1 * i for i in range(50)], -math.inf]
     assert draw(logits, SamplingParams()) == (1 if number == 0.0 else 50)
