@@ -4,7 +4,7 @@ Runs in the request's own thread or greenlet. Knows neither HTTP nor JSON.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.errors import ErrorCode, RequestError
@@ -35,12 +35,28 @@ class Calls(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """What ends an answer and what is seen of it.
+
+    strings: they are looked for after the first `min_tokens` tokens. token_ids: the worker ends with one of these.
+    kept: whether that which ends the answer is part of it.
+    """
+
+    strings: list[str] = field(default_factory=list)
+    token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    kept: bool = False
+
+
 class Choice:
     """One answer in the making: its text so far settled, its tokens counted."""
 
-    def __init__(self, decoder: DecodeStream, stops: list[str]):
+    def __init__(self, decoder: DecodeStream, stops: StopRules):
         self._decoder = decoder
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = StopMatcher(stops.strings, stops.kept) if stops.strings else None
+        self._min_tokens = stops.min_tokens
+        self._hidden = frozenset() if stops.kept else stops.token_ids
         self.num_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
@@ -49,11 +65,12 @@ class Choice:
         """Take further tokens; return the text that can go out. Tokens after a stop string do not count."""
         if self._matcher is None:
             self.num_tokens += len(ids)
-            return self._decoder.step(ids)
+            return self._decoder.step([token_id for token_id in ids if token_id not in self._hidden])
         text = ""
         for token_id in ids:  # one by one, to count those up to the one that completes the stop string
             self.num_tokens += 1
-            text += self._matcher.feed(self._decoder.step([token_id]))
+            piece = "" if token_id in self._hidden else self._decoder.step([token_id])
+            text += piece if self.num_tokens <= self._min_tokens else self._matcher.feed(piece)
             if self._matcher.stopped:
                 self.finish_reason = "stop"
                 break

@@ -5,6 +5,7 @@ Pure: no HTTP, no sockets.
 
 from common.errors import ErrorCode, RequestError
 from common.wire import ModelInfo
+from web.generation import StopRules
 from web.link.call import CallSpec
 from web.schema.generation import GenerationRequest
 from web.text.tokenizer import TextTokenizer
@@ -31,22 +32,55 @@ def call_specs(
 
     Raises RequestError that names the field which does not fit the model.
     """
+    _check_ids(request, model)
+    prompts = [_truncated(ids, request.truncate_prompt_tokens, model) for ids in prompts]
     for ids in prompts:
         _check_prompt(ids, prompt_field, model)
     _check_limit(request, max(map(len, prompts)), model)
     stop_token_ids = [token_id for stop in request.stops if (token_id := tokenizer.special_id(stop)) is not None]
+    breakers = tuple(tokenizer.last_token(text) for text in request.breakers)
     limit = request.limit
     return [
         CallSpec(
             prompt_ids=ids,
             params=params,
             max_tokens=limit[1] if limit else model.max_model_len - len(ids),
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=list(dict.fromkeys([*stop_token_ids, *(request.stop_token_ids or [])])),
             ignore_eos=bool(request.ignore_eos),
+            priority=request.priority or 0,
+            tenant=request.cache_salt or "",
         )
         for ids in prompts
-        for params in request.sampling_params()
+        for params in request.sampling_params(breakers)
     ]
+
+
+def stop_rules(request: GenerationRequest, spec: CallSpec, model: ModelInfo) -> StopRules:
+    """Return what ends the answer of a call on this side, and what is hidden of it."""
+    ends = frozenset(spec.stop_token_ids)
+    return StopRules(
+        strings=request.stops,
+        token_ids=ends if spec.ignore_eos else ends | frozenset(model.eos_token_ids),
+        min_tokens=request.min_tokens or 0,
+        kept=bool(request.include_stop_str_in_output),
+    )
+
+
+def _truncated(ids: list[int], at_most: int | None, model: ModelInfo) -> list[int]:
+    """Return the end of a prompt; -1 leaves room for one token of an answer."""
+    if at_most is None:
+        return ids
+    return ids[-(model.max_model_len - 1 if at_most < 0 else at_most) :]
+
+
+def _check_ids(request: GenerationRequest, model: ModelInfo) -> None:
+    for name, ids in (
+        ("logit_bias", request.logit_bias),
+        ("allowed_token_ids", request.allowed_token_ids),
+        ("stop_token_ids", request.stop_token_ids),
+    ):
+        if ids and max(ids) >= model.vocab_size:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"{name}: has token ids outside the vocabulary", name)
 
 
 def _check_prompt(ids: list[int], field: str, model: ModelInfo) -> None:

@@ -29,6 +29,9 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text).ids
 
 
+HELLO = ids_of("hello")
+
+
 class Api:
     """A client of an application whose worker says what the test wants."""
 
@@ -312,6 +315,29 @@ def test_a_control_token_as_stop_string(make: MakeApi) -> None:
     assert letters.chat(stop=[IM_START]).get_json()["choices"][0]["message"]["content"] == "yes"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stop": " hello", "include_stop_str_in_output": True}, "hi hello"),
+        ({"stop": "h", "min_tokens": len(ids_of("hi "))}, "hi "),
+        ({"stop_token_ids": HELLO}, "hi "),
+        ({"stop_token_ids": HELLO, "include_stop_str_in_output": True}, "hi hello"),
+        ({"stop": IM_END}, "hi hello"),
+        ({"stop": IM_END, "include_stop_str_in_output": True}, f"hi hello{IM_END}"),
+        ({"skip_special_tokens": False}, f"hi hello{IM_END} again"),
+        ({"skip_special_tokens": False, "stop": IM_END}, "hi hello"),
+        ({}, "hi hello again"),
+    ],
+)
+def test_what_is_seen_of_an_end(make: MakeApi, fields: dict[str, Any], text: str, stream: bool) -> None:
+    """Stop strings and tokens are kept when asked for, and looked for after min_tokens; so are control tokens."""
+    plain = [*ids_of("hi "), *HELLO, *ids_of(IM_END), *ids_of(" again")]
+    response = make(next_id=say(plain)).chat(stream=stream, **fields)
+    seen = joined(events(response)) if stream else response.get_json()["choices"][0]["message"]["content"]
+    assert seen == text
+
+
 # --- what the worker is asked ---
 
 
@@ -331,6 +357,51 @@ def test_parameters_reach_the_worker(make: MakeApi) -> None:
     api.chat(**fields, max_tokens=9, ignore_eos=True)
     assert {name: getattr(api.spec.params, name) for name in fields} == fields
     assert (api.spec.max_tokens, api.spec.ignore_eos) == (9, True)
+
+
+def test_vllms_and_llama_servers_parameters_reach_the_worker(make: MakeApi) -> None:
+    """What is not OpenAI's too: each where the worker looks for it."""
+    api = make()
+    fields = {
+        "logit_bias": {"5": -100},
+        "allowed_token_ids": [5, 6],
+        "min_tokens": 2,
+        "stop_token_ids": [9],
+        "stop": IM_END,
+        "priority": -3,
+        "cache_salt": "mine",
+        "dry_multiplier": 0.5,
+        "dry_sequence_breakers": ["o", "d"],
+    }
+    assert api.chat(**fields).status_code == 200
+    spec = api.spec
+    assert (spec.params.logit_bias, spec.params.allowed_token_ids, spec.params.min_tokens) == (
+        ((5, -100.0),),
+        (5, 6),
+        2,
+    )
+    assert set(spec.stop_token_ids) == {9, *ids_of(IM_END)}
+    assert (spec.priority, spec.tenant) == (-3, "mine")
+    assert spec.params.dry_breakers == tuple(ids_of("a" + text)[-1] for text in "od")
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
+def test_token_ids_outside_the_vocabulary_in_a_field(make: MakeApi, field: str) -> None:
+    api = make()
+    for token_id, status in ((TOKENIZER.get_vocab_size() + 7, 200), (TOKENIZER.get_vocab_size() + 8, 400)):
+        response = api.chat(**{field: {str(token_id): 1} if field == "logit_bias" else [token_id]})
+        assert response.status_code == status
+    check_error(response, 400, field)
+
+
+def test_a_prompt_is_truncated_at_its_start(make: MakeApi) -> None:
+    """To so many tokens at its end, or with -1 to what the context holds."""
+    api = make()
+    ids = [number % 200 + 1 for number in range(CONTEXT + 10)]
+    for at_most, kept in ((3, 3), (-1, CONTEXT - 1), (CONTEXT - 1, CONTEXT - 1)):
+        assert api.text(ids, truncate_prompt_tokens=at_most, max_tokens=1).status_code == 200
+        assert api.spec.prompt_ids == ids[-kept:]
+    check_error(api.text(ids, truncate_prompt_tokens=CONTEXT, max_tokens=1), 400, "prompt", "context_length_exceeded")
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])

@@ -43,9 +43,20 @@ NUMBERS = {
     "frequency_penalty": [-2.0, 2],
     "repetition_penalty": [0.1, 1.3],
     "seed": [0, -(2**63), 2**63 - 1],
+    "typical_p": [0, 0.5, 1],
+    "repeat_penalty": [0.1, 10],
+    "xtc_probability": [0, 1],
+    "xtc_threshold": [0, 0.5],
+    "dry_multiplier": [0, 0.8],
+    "dry_base": [1, 1.75],
+    "dry_allowed_length": [0, 2],
+    "dry_penalty_last_n": [-1, 0, 64],
+    "min_tokens": [0, 7],
+    "truncate_prompt_tokens": [-1, 1, 100],
+    "priority": [-5, 0, 5],
     "max_tokens": [1, 100],
     "max_completion_tokens": [1],
-    "n": [1],
+    "n": [1, 128],
 }
 
 
@@ -68,6 +79,25 @@ def test_numbers_are_numbers(make, field, values):
         ("max_tokens", 1e8),
         ("n", 1_000_000),
         ("n", 129),
+        ("best_of", 2),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1.5": 1}),
+        ("logit_bias", {"99999999999": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", [[5, 1]]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", ["a"]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [2**31]),
+        ("dry_sequence_breakers", [""]),
+        ("dry_sequence_breakers", "x"),
+        ("truncate_prompt_tokens", 0),
+        ("cache_salt", ""),
+        ("cache_salt", 5),
         ("n", 0),
         ("temperature", -0.1),
         ("temperature", 2.1),
@@ -102,9 +132,6 @@ def test_bad_values_name_their_field(make, field, bad):
 
 NOT_SUPPORTED = [
     ("best_of", 2),
-    ("logit_bias", {"5": 1}),
-    ("min_tokens", 5),
-    ("stop_token_ids", [1]),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {}}),
     ("guided_json", {}),
@@ -112,12 +139,8 @@ NOT_SUPPORTED = [
     ("structured_outputs", {}),
     ("grammar", "root ::= x"),
     ("use_beam_search", True),
-    ("include_stop_str_in_output", True),
-    ("repeat_penalty", 1.2),
     ("n_predict", 5),
     ("echo", True),
-    ("cache_salt", "x"),
-    ("priority", 1),
 ]
 NOT_SUPPORTED_IN_CHAT = [
     ("logprobs", True),
@@ -299,6 +322,36 @@ def test_absent_and_null_mean_the_default():
         assert request.limit is None
         assert request.stops == []
     assert chat().sampling_params()[0].seed != chat().sampling_params()[0].seed
+
+
+def test_sampling_fields_reach_the_parameters():
+    """Under whichever server's name they were sent."""
+    sent = {
+        "logit_bias": {"5": -100, "0": 1.5},
+        "allowed_token_ids": [7, 8],
+        "min_tokens": 3,
+        "typical_p": 0.9,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "dry_multiplier": 0.8,
+        "dry_base": 2,
+        "dry_allowed_length": 4,
+        "dry_penalty_last_n": 64,
+        "repeat_penalty": 1.2,
+    }
+    [params] = chat(**sent).sampling_params((1, 2))
+    assert dict(params.logit_bias) == {5: -100, 0: 1.5}
+    assert (params.allowed_token_ids, params.min_tokens, params.typical_p) == ((7, 8), 3, 0.9)
+    assert (params.xtc_probability, params.xtc_threshold, params.repetition_penalty) == (0.5, 0.2, 1.2)
+    assert (params.dry_multiplier, params.dry_base, params.dry_allowed_length) == (0.8, 2, 4)
+    assert (params.dry_range, params.dry_breakers) == (64, (1, 2))
+    assert chat(dry_multiplier=1, dry_penalty_last_n=-1).sampling_params()[0].dry_range == 0
+    assert chat(dry_multiplier=1, dry_penalty_last_n=0).sampling_params()[0].dry_multiplier == 0
+    assert chat(dry_multiplier=1).breakers == ["\n", ":", '"', "*"]
+    assert chat(dry_multiplier=1, dry_sequence_breakers=["x"]).breakers == ["x"]
+    assert chat().breakers == []
+    assert refused(chat, repeat_penalty=1.2, repetition_penalty=1.1).param == "repeat_penalty"
+    assert refused(chat, min_tokens=6, max_tokens=5).param == "min_tokens"
 
 
 def test_seeds():

@@ -40,6 +40,21 @@ def test_as_defined_whatever_the_pieces(text, stops, sizes):
 
 
 @settings(max_examples=300, deadline=None)
+@given(st.text("ab", max_size=30), st.lists(AB, min_size=1, max_size=4), st.integers(1, 4))
+def test_the_stop_string_can_be_kept(text, stops, size):
+    """Then it is the end of what comes out."""
+    matcher, out = StopMatcher(stops, keep=True), ""
+    for at in range(0, len(text), size):
+        out += matcher.feed(text[at : at + size])
+    out += matcher.flush()
+    before, stopped = reference(text, stops)
+    assert matcher.stopped == stopped
+    assert out == (
+        next(text[:end] for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))) if stopped else before
+    )
+
+
+@settings(max_examples=300, deadline=None)
 @given(st.text("ab", max_size=20), st.lists(AB, min_size=1, max_size=3))
 def test_only_what_may_begin_a_stop_string_is_held_back(text, stops):
     """After each character, what is held is the longest end of the text with which a stop string begins."""

@@ -16,8 +16,10 @@ from web.answers import DONE, Format, Writer, event_bytes
 from web.errors import error_json
 from web.generation import Choice, Generation
 from web.link.call import CallGroup, CallSpec, ClientGone
+from web.prepare import stop_rules
 from web.routes.service import Service
 from web.schema.generation import GenerationRequest
+from web.text.decode_stream import DecodeStream
 from web.text.model_text import ModelText
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ def answer(
     try:
         g.request_id = calls.ids[0]
         calls.wait_accepted()
-        choices = [Choice(text.decode_stream(), asked.stops) for _ in specs]
+        choices = [Choice(_decode_stream(asked, spec, text), stop_rules(asked, spec, model)) for spec in specs]
         generation = Generation(calls, specs, choices, asked.num_choices)
         writer = Writer(form, calls.ids[0], int(time.time()), model.id, len(specs))
         if not asked.stream:
@@ -52,6 +54,13 @@ def answer(
     # The generator's own `finally` does not run when it was never started.
     response.call_on_close(calls.close)
     return response
+
+
+def _decode_stream(asked: GenerationRequest, spec: CallSpec, text: ModelText) -> DecodeStream:
+    """Control tokens have no text, unless all were asked for, or the one that ends the answer."""
+    if asked.skip_special_tokens is False:
+        return text.decode_stream(shown=text.tokenizer.special_ids)
+    return text.decode_stream(frozenset(spec.stop_token_ids) if asked.include_stop_str_in_output else frozenset())
 
 
 def _whole(calls: CallGroup, generation: Generation, writer: Writer, choices: list[Choice]) -> Response:

@@ -51,9 +51,9 @@ class ModelText:
         ]
         return self.tokenizer.encode_guarded(self._template.render(hidden))
 
-    def decode_stream(self) -> DecodeStream:
-        """Return what turns the ids of one answer into text."""
-        return DecodeStream(self.tokenizer.decode, self.tokenizer.special_ids)
+    def decode_stream(self, shown: frozenset[int] = frozenset()) -> DecodeStream:
+        """Return what turns the ids of one answer into text. shown: control tokens that have text there."""
+        return DecodeStream(self.tokenizer.decode, self.tokenizer.special_ids - shown)
 
 
 class ModelTexts:

@@ -7,10 +7,11 @@ automaton for each string, so the work for a character does not grow with the st
 
 
 class StopMatcher:
-    """Watches the text of one answer. stops: the strings, none of them empty."""
+    """Watches the text of one answer. stops: the strings, none of them empty. keep: whether the one found is kept."""
 
-    def __init__(self, stops: list[str]):
+    def __init__(self, stops: list[str], keep: bool = False):
         self._stops = stops
+        self._keep = keep
         self._fallbacks = [_fallbacks(stop) for stop in stops]
         self._matched = [0] * len(stops)
         self._held = ""
@@ -27,7 +28,7 @@ class StopMatcher:
             if found:
                 self.stopped = True
                 self._held = ""
-                return held[: at - found]
+                return held[:at] if self._keep else held[: at - found]
         keep = len(held) - max(self._matched, default=0)
         self._held = held[keep:]
         return held[:keep]

@@ -81,9 +81,13 @@ class TextTokenizer:
         return self._with_prefix(offload(self._twin.encode, self.guard, text))
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of some ids; control tokens have none."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        """Return the text of some ids, control tokens among them."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+    def last_token(self, text: str) -> int:
+        """Return the token with which a text ends when it stands behind a letter."""
+        return self._encode("a" + text)[-1]
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
