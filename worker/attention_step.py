@@ -5,6 +5,7 @@ the first layer that asks and shared by the rest. Runs on the engine thread. Nev
 the keys and values themselves.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,9 @@ MAX_PADDING = 1.5
 
 TILE_SCORES = 128 * 1024
 """Query rows times context of one prefill tile at most (per head), so that scores stay in the processor's cache."""
+
+CONTEXT_MULTIPLE = 16
+"""Context tokens of a group are padded to a multiple of this: sums over other numbers have other last bits."""
 
 MIN_TILE_ROWS = 32
 """Query rows of a prefill tile at least, however long the context."""
@@ -96,9 +100,14 @@ class AttentionStep:
             if tile.length > 1:
                 yield self._group([tile], window)
 
+    def _padded(self, num_blocks: int) -> int:
+        """Return the smallest number of blocks from this on whose tokens are a multiple of CONTEXT_MULTIPLE."""
+        step = math.lcm(self.block_size, CONTEXT_MULTIPLE) // self.block_size
+        return -(-num_blocks // step) * step
+
     def _group(self, tiles: list[Tile], window: int | None) -> TileGroup:
         """Turn tiles of equal length into tensors."""
-        num_blocks, num_queries = max(tile.num_blocks for tile in tiles), tiles[0].length
+        num_blocks, num_queries = self._padded(max(tile.num_blocks for tile in tiles)), tiles[0].length
         ids: list[int] = []
         for tile in tiles:
             ids += tile.block_table[tile.first_block : tile.end_block]

@@ -13,31 +13,35 @@ from worker.batch import Scheduled, build_batch
 from worker.request import RequestState
 from worker.runner import TorchRunner
 
-LENGTH = 420
+LENGTH = 220
 SEEN = 16
-BLOCK_SIZE = 16
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
-def request(length: int, seed: int, first_block: int) -> RequestState:
+def request(length: int, seed: int, number: int, block_size: int) -> RequestState:
     made = RequestState(f"r{seed}", prompt_of(length, seed), length, SamplingParams(), 1)
-    made.block_table = list(range(first_block, first_block + length // BLOCK_SIZE + 1))
+    blocks = 512 // block_size + 1
+    made.block_table = list(range(number * blocks, (number + 1) * blocks))
     return made
 
 
 def last_logits(runner: TorchRunner, chunks: list[int], others: int = 0) -> torch.Tensor:
-    """Return the logits of the last SEEN positions of a request that is computed in these chunks, next to others."""
-    main = request(LENGTH, seed=1, first_block=0)
-    company = [request(30 + 29 * at, seed=50 + at, first_block=40 + 35 * at) for at in range(others)]
+    """Return the logits of the last SEEN positions of a request that is computed in these chunks, next to others.
+
+    The others' contexts are shorter and longer than its own.
+    """
+    block_size = runner.cache.block_size
+    main = request(LENGTH, seed=1, number=0, block_size=block_size)
+    company = [request(30 + 31 * at, 50 + at, 1 + at, block_size) for at in range(others)]
     for each in company:
-        runner.run(build_batch([Scheduled(each, each.num_tokens - 1)], BLOCK_SIZE))
+        runner.run(build_batch([Scheduled(each, each.num_tokens - 1)], block_size))
         each.num_computed = each.num_tokens - 1
     found = []
     for length in chunks:
         before, after = company[: others // 2], company[others // 2 :]
         plan = [*(Scheduled(each, 1) for each in before), Scheduled(main, length)]
-        batch = build_batch([*plan, *(Scheduled(each, 1) for each in after)], BLOCK_SIZE)
+        batch = build_batch([*plan, *(Scheduled(each, 1) for each in after)], block_size)
         first = max(0, LENGTH - SEEN - main.num_computed)
         with torch.inference_mode():
             found.append(runner.forward(batch, [len(before) + at for at in range(first, length)] or [0]))
@@ -47,12 +51,14 @@ def last_logits(runner: TorchRunner, chunks: list[int], others: int = 0) -> torc
 
 @pytest.mark.parametrize("quantization", ["none", "fp16", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mistral", "gpt2"])
-def test_bits_of_logits(family, quantization):
-    """Whole, in chunks, token by token, alone or among 15 others: always the same bits."""
-    runner = TorchRunner(packed_model(family, quantization), 40 + 35 * 15, BLOCK_SIZE)
+@pytest.mark.parametrize("block_size", [5, 8, 16, 32])
+def test_bits_of_logits(family, quantization, block_size):
+    """Whole, in chunks, token by token, alone or among 15 others: always the same bits, whatever the block size."""
+    runner = TorchRunner(packed_model(family, quantization), 16 * (512 // block_size + 1), block_size)
     whole = last_logits(runner, [LENGTH])
-    assert torch.equal(last_logits(runner, [128, 128, 128, 36]), whole)
-    assert torch.equal(last_logits(runner, [61] * 6 + [54]), whole)
+    assert torch.equal(last_logits(runner, [128, 92]), whole)
+    assert torch.equal(last_logits(runner, [31] * 7 + [3]), whole)
+    assert torch.equal(last_logits(runner, [1, 2, 4, 6, 9, 12] + [31] * 6, others=3), whole)
     assert torch.equal(last_logits(runner, [LENGTH - SEEN] + [1] * SEEN), whole)
     assert torch.equal(last_logits(runner, [LENGTH - SEEN] + [1] * SEEN, others=15), whole)
     assert torch.equal(last_logits(runner, [LENGTH - SEEN] + [4] * (SEEN // 4), others=15), whole)
