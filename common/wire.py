@@ -23,6 +23,8 @@ VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_TOKENS = 16 * 1024 * 1024
 MAX_TOKEN_ID = 2**31 - 1
+MAX_LOGPROBS = 20
+"""Likeliest tokens that are told at each place, at most; OpenAI's bound."""
 
 Check = Callable[[Any], Any]
 
@@ -171,13 +173,35 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities by the model's own logits: of one generated token, and of the likeliest ones there."""
+
+    logprob: float = _wire(_number)
+    top_ids: list[int] = _wire(_token_ids(MAX_LOGPROBS), default_factory=list)
+    top_logprobs: list[float] = _wire(_list_of(_number, MAX_LOGPROBS), default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """Generated token ids; `pos` is the index of the first among all the tokens generated for this request."""
+    """Generated token ids; `pos` is the index of the first among all the tokens generated for this request.
+
+    logprobs: one for each id when they were asked for, else empty.
+    """
 
     TYPE: ClassVar[str] = "tokens"
     id: str = _wire(_REQUEST_ID)
     pos: int = _wire(_COUNT)
     ids: list[int] = _wire(_token_ids(MAX_TOKENS))
+    logprobs: list[Logprobs] = _wire(_list_of(lambda value: _unpack(Logprobs, value), MAX_TOKENS), default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.logprobs and len(self.logprobs) != len(self.ids):
+            raise ValueError("logprobs must be as many as ids")
+
+    def since(self, pos: int) -> "Tokens":
+        """Return what follows from index `pos` on."""
+        known = pos - self.pos
+        return self if not known else Tokens(self.id, pos, self.ids[known:], self.logprobs[known:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +250,8 @@ class Submit:
     """web → worker: run this prompt. Repeating one is harmless: a known id is answered with what it already has.
 
     deadline: Unix time in seconds, or None; no worker looks at it yet. grammar: refused when set. generated_ids: the
-    tokens that a resumed request already has.
+    tokens that a resumed request already has. num_logprobs: None, or how many of the likeliest tokens are told with
+    each generated one (0: only its own log-probability).
     """
 
     TYPE: ClassVar[str] = "submit"
@@ -242,6 +267,7 @@ class Submit:
     deadline: float | None = _wire(_optional(_number), default=None)
     grammar: str | None = _wire(_optional(_text(1024 * 1024)), default=None)
     generated_ids: list[int] = _wire(_token_ids(MAX_TOKENS), default_factory=list)
+    num_logprobs: int | None = _wire(_optional(_integer(0, MAX_LOGPROBS)), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.params import SamplingParams
+from common.wire import Logprobs
 from worker.request import RequestState
 
 
@@ -30,7 +31,7 @@ class SampleRow:
 
     `index` is the index of the token to be drawn among the request's generated tokens: with the seed it fixes the
     random number. `tokens` is the request's whole token list (not a copy; the first `num_prompt` are the prompt).
-    `end_ids` are the tokens that would end the request.
+    `end_ids` are the tokens that would end the request. `num_logprobs` is as in Submit.
     """
 
     row: int
@@ -39,6 +40,7 @@ class SampleRow:
     tokens: list[int]
     num_prompt: int
     end_ids: frozenset[int] = frozenset()
+    num_logprobs: int | None = None
 
 
 @dataclass(slots=True)
@@ -56,11 +58,22 @@ class StepBatch:
     samples: list[SampleRow] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class StepResult:
+    """What a step computed: one token id for each of the batch's samples, in order.
+
+    logprobs: by index of the sample, where they were asked for.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+
+
 class Runner(Protocol):
     """Computes a step. The real one holds the model and the tensors of the KV cache; tests use small fakes."""
 
-    def run(self, batch: StepBatch) -> list[int]:
-        """Write keys and values, and return one token id for each of `batch.samples`, in order."""
+    def run(self, batch: StepBatch) -> StepResult:
+        """Write keys and values, and draw a token for each of `batch.samples`."""
         ...
 
 
@@ -93,6 +106,7 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
                     request.tokens,
                     request.num_prompt,
                     request.end_ids,
+                    request.num_logprobs,
                 )
             )
     return batch

@@ -98,13 +98,13 @@ class Engine:
         if not plan:
             return
         try:
-            token_ids = self._runner.run(build_batch(plan, self._scheduler.cache.block_size))
+            result = self._runner.run(build_batch(plan, self._scheduler.cache.block_size))
         except Exception:  # whatever it was, the requests of this step end with an answer
             log.exception("step %d failed with %d requests in it", self._steps, len(plan))
             self._fail([item.request for item in plan])
         else:
             self._failed_in_a_row = 0
-            self._scheduler.update(plan, token_ids)
+            self._scheduler.update(plan, result)
         self._steps += 1
         if not self._scheduler.has_work:
             self._scheduler.check()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from common.errors import ErrorCode, RequestError
-from common.wire import Accepted, Batch, Event, Failed, Finished, Resync, Submit, Tokens
+from common.wire import Accepted, Batch, Event, Failed, Finished, Logprobs, Resync, Submit, Tokens
 
 EVENT_COST_TOKENS = 16
 """What an event counts in a batch on top of its tokens, so that many small ones make no huge message either."""
@@ -58,15 +58,26 @@ class PublisherCounters:
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """One request. ids: all tokens generated; `ids[:told]`, and what the flags say, have left."""
+    """One request. ids: all tokens generated; `ids[:told]`, and what the flags say, have left.
+
+    logprobs: one for each token from index `first_logprob` on, when they were asked for.
+    """
 
     id: str
     topic: "_Topic | None"
     ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    first_logprob: int = 0
     accepted: bool = False
     end: Finished | Failed | None = None
     told: int = 0
     accepted_told: bool = False
+
+    @property
+    def cost_tokens(self) -> int:
+        """What the record counts among those that are kept; a log-probability and its token count as one more each."""
+        told = 1 + len(self.logprobs[0].top_ids) if self.logprobs else 0
+        return len(self.ids) + len(self.logprobs) * told
 
     def take(self, event: Event) -> None:
         """Take what happened next; nothing happens after the end."""
@@ -76,6 +87,8 @@ class _Record:
             self.accepted = True
         elif isinstance(event, Tokens):
             self.ids[event.pos :] = event.ids
+            if event.logprobs:
+                self.logprobs[event.pos - self.first_logprob :] = event.logprobs
         else:
             self.end = event
 
@@ -89,7 +102,9 @@ class _Record:
         if self.accepted and not self.accepted_told:
             yield Accepted(self.id)
         if upto > self.told:
-            yield Tokens(self.id, self.told, self.ids[self.told : upto])
+            at = self.told - self.first_logprob
+            logprobs = self.logprobs[at : upto - self.first_logprob] if at >= 0 else []
+            yield Tokens(self.id, self.told, self.ids[self.told : upto], logprobs)
         if self.end is not None and upto == len(self.ids):
             yield self.end
 
@@ -163,7 +178,7 @@ class Publisher:
             # A record without its topic belongs to a cancelled request whose end has not come yet.
             self.counters.dropped_messages += 1
             return False
-        self._records[submit.id] = _Record(submit.id, topic, list(submit.generated_ids), told=have)
+        self._records[submit.id] = _Record(submit.id, topic, list(submit.generated_ids), first_logprob=have, told=have)
         return True
 
     def resync(self, message: Resync, now: float) -> None:
@@ -278,7 +293,7 @@ class Publisher:
 
     def _retain(self, record: _Record, now: float) -> None:
         if record.id not in self._retained:
-            self._retained_tokens += len(record.ids)
+            self._retained_tokens += record.cost_tokens
             self._retained[record.id] = now
 
     def _evict(self, now: float) -> None:
@@ -296,7 +311,7 @@ class Publisher:
     def _forget(self, request_id: str) -> None:
         record = self._records.pop(request_id)
         if self._retained.pop(request_id, None) is not None:
-            self._retained_tokens -= len(record.ids)
+            self._retained_tokens -= record.cost_tokens
 
     def _topic(self, name: str, now: float) -> _Topic | None:
         """Return the topic of that name, a new one if need be, or None when there are too many."""

@@ -34,6 +34,7 @@ class RequestState:
     params: SamplingParams
     max_tokens: int
     end_ids: frozenset[int] = frozenset()
+    num_logprobs: int | None = None
     priority: int = 0
     tenant: str = ""
     arrival: int = 0
@@ -58,6 +59,7 @@ class RequestState:
             params=submit.params,
             max_tokens=submit.max_tokens,
             end_ids=stop_token_ids if submit.ignore_eos else stop_token_ids | eos_token_ids,
+            num_logprobs=submit.num_logprobs,
             priority=submit.priority,
             tenant=submit.tenant,
         )

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from worker.attention import PagedKVCache
 from worker.attention_step import AttentionStep
-from worker.batch import StepBatch
+from worker.batch import StepBatch, StepResult
+from worker.logprobs import start_logprobs
 from worker.sampler import sample
 
 
@@ -23,13 +24,16 @@ class TorchRunner:
         self._device = model.device
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def run(self, batch: StepBatch) -> list[int]:
+    def run(self, batch: StepBatch) -> StepResult:
         """Compute a step; see worker.batch.Runner. A row whose logits cannot be used gives worker.sampler.UNUSABLE."""
         with torch.inference_mode():
             if not batch.samples:
                 self.forward(batch, rows=[0])
-                return []
-            return sample(self.forward(batch, [row.row for row in batch.samples]), batch.samples)
+                return StepResult([])
+            logits = self.forward(batch, [row.row for row in batch.samples])
+            tell = start_logprobs(logits, batch.samples)
+            token_ids = sample(logits, batch.samples)
+            return StepResult(token_ids, tell(token_ids))
 
     def forward(self, batch: StepBatch, rows: list[int]) -> torch.Tensor:
         """Write the step's keys and values and return the float32 logits [rows, vocabulary] of some packed rows."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from common.errors import ErrorCode, RequestError
 from common.wire import Accepted, Event, Failed, Finished, Timings, Tokens, Usage
-from worker.batch import Scheduled
+from worker.batch import Scheduled, StepResult
 from worker.kv_cache import KVCacheManager
 from worker.request import RequestState, RequestStatus
 from worker.waiting_queue import WaitingQueue, rank
@@ -120,24 +120,25 @@ class Scheduler:
             self._plan_waiting(plan, budget)
         return plan
 
-    def update(self, plan: list[Scheduled], token_ids: list[int]) -> None:
+    def update(self, plan: list[Scheduled], result: StepResult) -> None:
         """Take in what a step computed: one id for each planned request whose last token was reached, in order.
 
         An id outside the vocabulary says that the row's logits were unusable; it fails that request alone.
         """
-        ids = iter(token_ids)
+        sampled = enumerate(result.token_ids)
         for item in plan:
             request = item.request
             self.cache.commit(request, item.num_new)
             if request.num_computed < request.num_tokens:
                 continue
-            token = next(ids)
+            index, token = next(sampled)
             if not 0 <= token < self.config.vocab_size:
                 self.fail(request, RequestError(ErrorCode.INTERNAL_ERROR, "the model gave no usable next token"))
                 continue
             if not request.first_token_s:
                 request.first_token_s = self.clock()
-            self._events.append(Tokens(request.id, request.num_generated, [token]))
+            logprobs = [result.logprobs[index]] if index in result.logprobs else []
+            self._events.append(Tokens(request.id, request.num_generated, [token], logprobs))
             request.tokens.append(token)
             self.counters.generated_tokens += 1
             self._finish_if_done(request)

@@ -7,7 +7,7 @@ early, shared wrongly or never written shows at once. The next token is a functi
 
 from hashlib import blake2b
 
-from worker.batch import StepBatch
+from worker.batch import StepBatch, StepResult
 
 VOCAB_SIZE = 1000
 
@@ -42,7 +42,7 @@ class HistoryRunner:
         self.computed_tokens = 0
         self.steps: list[StepBatch] = []
 
-    def run(self, batch: StepBatch) -> list[int]:
+    def run(self, batch: StepBatch) -> StepResult:
         self.steps.append(batch)
         self.computed_tokens += len(batch.input_ids)
         assert len(set(batch.slots)) == len(batch.slots), "two tokens of a step are written to one slot"
@@ -58,7 +58,7 @@ class HistoryRunner:
             self._verify(batch, segment)
         for sample in batch.samples:
             assert batch.positions[sample.row] == len(sample.tokens) - 1, "a token is drawn before its turn"
-        return [next_token(after[sample.row], sample.params.seed) for sample in batch.samples]
+        return StepResult([next_token(after[sample.row], sample.params.seed) for sample in batch.samples])
 
     def _stored(self, table: list[int], position: int) -> bytes:
         history = self.slots[table[position // self.block_size] * self.block_size + position % self.block_size]

@@ -20,6 +20,7 @@ TORCH_HALF = {
     "worker.filters",
     "worker.linear",
     "worker.logits",
+    "worker.logprobs",
     "worker.memory",
     "worker.model_loader",
     "worker.models.gguf_weights",

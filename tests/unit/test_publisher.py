@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import ErrorCode, RequestError
 from common.params import SamplingParams
-from common.wire import Accepted, Batch, Event, Failed, Finished, Have, Resync, Submit, Tokens, Usage
+from common.wire import Accepted, Batch, Event, Failed, Finished, Have, Logprobs, Resync, Submit, Tokens, Usage
 from worker.publisher import Publisher, PublisherLimits
 
 A, B = "p/aaaaaaaaaaaaaaaa/", "p/bbbbbbbbbbbbbbbb/"
@@ -218,6 +218,25 @@ def test_resumed_request_goes_on_from_the_tokens_it_brought():
     assert bench.take() == [Accepted("r"), Tokens("r", 2, [9])]
     bench.resync(Have("r", 0))
     assert bench.take() == [Accepted("r"), Tokens("r", 0, [7, 8, 9])]
+
+
+def test_logprobs_travel_with_their_tokens():
+    """Merged, cut into batches and told again, each stays with its token; a resumed request has them for new ones."""
+    bench = Bench(max_batch_tokens=40)
+    bench.publisher.subscribe(A, 0.0)
+    many = [Logprobs(-float(at), [at], [-1.0]) for at in range(60)]
+    bench.publisher.submit(submit(generated_ids=[100, 101]), 0.0)
+    bench.step(Accepted("r"), *(Tokens("r", 2 + at, [at], [many[at]]) for at in range(60)))
+    for _ in range(3):
+        bench.step()
+    told = [event for event in bench.take() if isinstance(event, Tokens)]
+    assert len(told) > 1
+    assert [at for event in told for at in event.ids] == list(range(60))
+    assert [entry for event in told for entry in event.logprobs] == many
+    bench.publisher.resync(Resync(A, LIFE, [Have("r", 50)]), 0.0)
+    bench.step()
+    again = [event for event in bench.take() if isinstance(event, Tokens)]
+    assert [entry for event in again for entry in event.logprobs] == many[48:]
 
 
 def test_resync_tells_what_follows():

@@ -10,6 +10,7 @@ from common.errors import ErrorCode, RequestError
 from common.params import SamplingParams
 from common.wire import Accepted, Failed, Finished, Submit, Tokens
 from tests.support.history_runner import VOCAB_SIZE, HistoryRunner, expected_tokens
+from worker.batch import StepResult
 from worker.engine import Engine
 from worker.kv_cache import KVCacheManager
 from worker.scheduler import Scheduler, SchedulerConfig
@@ -399,7 +400,7 @@ def test_an_unusable_row_fails_its_own_request_only():
     h.add("bad", prompt(4))
     h.add("good", prompt(4, 1))
     run = h.runner.run
-    h.runner.run = lambda batch: [-1, *run(batch)[1:]]
+    h.runner.run = lambda batch: StepResult([-1, *run(batch).token_ids[1:]])
     h.step()
     h.runner.run = run
     h.run()

@@ -22,6 +22,7 @@ from common.wire import (
     Finished,
     Have,
     Heartbeat,
+    Logprobs,
     ModelInfo,
     Resync,
     Submit,
@@ -49,6 +50,11 @@ PARAMS = st.builds(
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     repetition_penalty=st.floats(0.01, 10),
+    typical_p=st.floats(0, 1),
+    dry_breakers=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    logit_bias=st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 100)), max_size=3).map(tuple),
+    allowed_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 2**31 - 1),
     seed=st.integers(0, 2**63 - 1),
 )
 SUBMITS = st.builds(
@@ -65,7 +71,9 @@ SUBMITS = st.builds(
     deadline=st.none() | NUMBERS,
     grammar=st.none() | st.text(max_size=50),
     generated_ids=TOKEN_IDS,
+    num_logprobs=st.none() | st.integers(0, 20),
 )
+LOGPROBS = st.builds(Logprobs, NUMBERS, st.lists(st.integers(0, 2**31 - 1), max_size=3), st.lists(NUMBERS, max_size=3))
 CANCELS = st.builds(Cancel, id=IDS, reason=st.text(max_size=256))
 RESYNCS = st.builds(
     Resync,
@@ -76,6 +84,7 @@ RESYNCS = st.builds(
 EVENTS = st.one_of(
     st.builds(Accepted, id=IDS),
     st.builds(Tokens, id=IDS, pos=COUNTS, ids=TOKEN_IDS),
+    st.lists(LOGPROBS, min_size=1, max_size=3).map(lambda many: Tokens("r", 0, [1] * len(many), many)),
     st.builds(
         Finished,
         id=IDS,
@@ -219,6 +228,20 @@ def test_unknown_names_are_ignored_and_missing_ones_take_their_default():
         ("params", {"top_k": 1.0}),
         ("params", {"seed": -1}),
         ("params", {"repetition_penalty": 0.0}),
+        ("params", {"logit_bias": [[1]]}),
+        ("params", {"logit_bias": [1]}),
+        ("params", {"logit_bias": [[1, 1, 1]]}),
+        ("params", {"logit_bias": [[-1, 1]]}),
+        ("params", {"logit_bias": [["1", 1]]}),
+        ("params", {"logit_bias": [[1, 101]]}),
+        ("params", {"logit_bias": [[1, "1"]]}),
+        ("params", {"logit_bias": 1}),
+        ("params", {"dry_breakers": [[1]]}),
+        ("params", {"allowed_token_ids": [2**31]}),
+        ("params", {"allowed_token_ids": [True]}),
+        ("params", {"min_tokens": 1.5}),
+        ("num_logprobs", 21),
+        ("num_logprobs", -1),
         ("params", []),
         ("max_tokens", 0),
         ("max_tokens", -1),

@@ -34,6 +34,7 @@ class CallSpec:
     ignore_eos: bool = False
     priority: int = 0
     tenant: str = ""
+    num_logprobs: int | None = None
     deadline: float | None = None
 
     def to_submit(self, request_id: str, topic: str) -> Submit:
@@ -48,6 +49,7 @@ class CallSpec:
             ignore_eos=self.ignore_eos,
             priority=self.priority,
             tenant=self.tenant,
+            num_logprobs=self.num_logprobs,
             deadline=self.deadline,
         )
 
@@ -96,9 +98,9 @@ class Call:
         if known < 0:
             return False
         if known < len(event.ids):
-            new = event.ids[known:] if known else event.ids
-            self.num_received += len(new)
-            self.group.put(self.index, Tokens(event.id, event.pos + known, new) if known else event)
+            new = event.since(self.num_received)
+            self.num_received += len(new.ids)
+            self.group.put(self.index, new)
         return True
 
     def accept(self) -> None:
@@ -224,6 +226,7 @@ class CallGroup:
             events = self._pending.setdefault(index, [])
             if isinstance(event, Tokens) and events and isinstance(events[-1], Tokens):
                 events[-1].ids.extend(event.ids)
+                events[-1].logprobs.extend(event.logprobs)
             else:
                 events.append(event)
         self.wake()
