@@ -10,7 +10,10 @@ from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from common.wire import Usage
-from web.generation import Delta
+from web.generation import Answer, Delta
+from web.logprobs import chat_logprobs, completion_logprobs
+from web.scored import ScoredToken
+from web.text.token_bytes import TokenBytes
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -68,8 +71,19 @@ class Format(Protocol):
         """Return what a choice of a whole answer carries."""
         ...
 
+    def logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any] | None:
+        """Return the log-probabilities of some tokens, or None where none were asked for."""
+        ...
 
-class ChatFormat:
+
+class _LogprobsAsked:
+    """token_bytes: of the model, when log-probabilities were asked for."""
+
+    def __init__(self, token_bytes: TokenBytes | None = None):
+        self._token_bytes = token_bytes
+
+
+class ChatFormat(_LogprobsAsked):
     """Chat completions."""
 
     chunk_object = "chat.completion.chunk"
@@ -91,8 +105,12 @@ class ChatFormat:
         """See Format."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
+    def logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any] | None:
+        """See Format."""
+        return None if self._token_bytes is None else chat_logprobs(tokens, self._token_bytes)
 
-class CompletionFormat:
+
+class CompletionFormat(_LogprobsAsked):
     """Text completions."""
 
     chunk_object = "text_completion"
@@ -114,6 +132,10 @@ class CompletionFormat:
         """See Format."""
         return {"text": text}
 
+    def logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any] | None:
+        """See Format."""
+        return None if self._token_bytes is None else completion_logprobs(tokens, self._token_bytes)
+
 
 class Writer:
     """Writes the answers to one HTTP request. created: Unix time in seconds."""
@@ -124,11 +146,16 @@ class Writer:
         self._chunk_head = {**self._head, "object": form.chunk_object}
         self._num_choices = num_choices
 
-    def whole(self, texts: list[str], finish_reasons: list[str | None], usage: Usage) -> bytes:
+    def whole(self, answers: list[Answer], usage: Usage) -> bytes:
         """Return the whole answer."""
         choices = [
-            {"index": index, **self._form.whole(text), "logprobs": None, "finish_reason": reason}
-            for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
+            {
+                "index": index,
+                **self._form.whole(answer.text),
+                "logprobs": self._form.logprobs(answer.tokens),
+                "finish_reason": answer.finish_reason,
+            }
+            for index, answer in enumerate(answers)
         ]
         return json_bytes({**self._head, "choices": choices, "usage": usage_json(usage)})
 
@@ -144,7 +171,10 @@ class Writer:
             if delta is None:
                 yield PING
                 continue
-            if delta.text:
+            if delta.tokens:
+                logprobs = self._form.logprobs(delta.tokens)
+                yield self._chunk(delta.index, self._form.piece(delta.text), None, usage, logprobs)
+            elif delta.text:
                 before, after = parts[delta.index]
                 yield before + _one_line(encode_basestring(delta.text)).encode() + after
             if delta.finish_reason:
@@ -154,8 +184,15 @@ class Writer:
         """Return the chunk with the token counts, which has no choices."""
         return event_bytes({**self._chunk_head, "choices": [], "usage": usage_json(usage)})
 
-    def _chunk(self, index: int, carried: dict[str, Any], reason: str | None, usage: dict[str, Any]) -> bytes:
-        choice = {"index": index, **carried, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self,
+        index: int,
+        carried: dict[str, Any],
+        reason: str | None,
+        usage: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": index, **carried, "logprobs": logprobs, "finish_reason": reason}
         return event_bytes({**self._chunk_head, "choices": [choice], **usage})
 
     def _split(self, index: int, usage: dict[str, Any]) -> tuple[bytes, bytes]:

@@ -10,16 +10,30 @@ from typing import Protocol
 from common.errors import ErrorCode, RequestError
 from common.wire import Failed, Finished, Tokens, Usage
 from web.link.call import CallSpec
+from web.scored import ScoredToken, TokenLedger
 from web.text.decode_stream import DecodeStream
 from web.text.stop_matcher import StopMatcher
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Further text of one choice. finish_reason: `stop` or `length` with the choice's last one, otherwise None."""
+    """Further text of one choice. finish_reason: `stop` or `length` with the choice's last one, otherwise None.
+
+    tokens: those of the text, when log-probabilities were asked for.
+    """
 
     index: int
     text: str
+    finish_reason: str | None = None
+    tokens: list[ScoredToken] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One whole choice."""
+
+    text: str = ""
+    tokens: list[ScoredToken] = field(default_factory=list)
     finish_reason: str | None = None
 
 
@@ -57,24 +71,37 @@ class Choice:
         self._matcher = StopMatcher(stops.strings, stops.kept) if stops.strings else None
         self._min_tokens = stops.min_tokens
         self._hidden = frozenset() if stops.kept else stops.token_ids
+        self._ledger = TokenLedger()
         self.num_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
 
-    def take(self, ids: list[int]) -> str:
+    def take(self, event: Tokens) -> str:
         """Take further tokens; return the text that can go out. Tokens after a stop string do not count."""
-        if self._matcher is None:
-            self.num_tokens += len(ids)
-            return self._decoder.step([token_id for token_id in ids if token_id not in self._hidden])
+        if self._matcher is None and not event.logprobs:
+            self.num_tokens += len(event.ids)
+            return self._decoder.step([token_id for token_id in event.ids if token_id not in self._hidden])
         text = ""
-        for token_id in ids:  # one by one, to count those up to the one that completes the stop string
+        # One by one, to count those up to the one that completes the stop string, and to know each one's text.
+        for at, token_id in enumerate(event.ids):
             self.num_tokens += 1
             piece = "" if token_id in self._hidden else self._decoder.step([token_id])
-            text += piece if self.num_tokens <= self._min_tokens else self._matcher.feed(piece)
-            if self._matcher.stopped:
+            if event.logprobs and not self._decoder.hides(token_id) and token_id not in self._hidden:
+                self._ledger.add(token_id, event.logprobs[at], piece)
+            text += self._match(piece)
+            if self._matcher is not None and self._matcher.stopped:
                 self.finish_reason = "stop"
                 break
         return text
+
+    def _match(self, piece: str) -> str:
+        if self._matcher is None or self.num_tokens <= self._min_tokens:
+            return piece
+        return self._matcher.feed(piece)
+
+    def scored(self, text: str) -> list[ScoredToken]:
+        """Return the tokens of text that goes out now, when log-probabilities were asked for."""
+        return self._ledger.tell(text, self.finish_reason is not None)
 
     def finish(self, reason: str) -> str:
         """End with the worker's reason, unless a stop string is found in the very last text; return what is left."""
@@ -123,6 +150,18 @@ class Generation:
             if delta is not None:
                 yield delta
 
+    def answers(self) -> list[Answer]:
+        """Wait for the end and return the choices whole. Raises as `deltas` does."""
+        parts: list[list[str]] = [[] for _ in self._choices]
+        answers = [Answer() for _ in self._choices]
+        for delta in self.deltas():
+            if delta is not None:
+                parts[delta.index].append(delta.text)
+                answers[delta.index].tokens += delta.tokens
+        for answer, texts, choice in zip(answers, parts, self._choices, strict=True):
+            answer.text, answer.finish_reason = "".join(texts), choice.finish_reason
+        return answers
+
     def _take(self, index: int, choice: Choice, event: Tokens | Finished | Failed) -> Delta | None:
         already_finished = choice.finish_reason is not None
         if isinstance(event, Finished):
@@ -130,12 +169,15 @@ class Generation:
         if already_finished:
             return None
         if isinstance(event, Tokens):
-            text = choice.take(event.ids)
+            text = choice.take(event)
             if choice.finish_reason:
                 self._calls.cancel(index, "a stop string was found")
-            return Delta(index, text, choice.finish_reason) if text or choice.finish_reason else None
+            if not text and not choice.finish_reason:
+                return None
+            return Delta(index, text, choice.finish_reason, choice.scored(text))
         if isinstance(event, Failed):
             raise RequestError(event.code, event.message)
         if event.reason == "cancelled":
             raise RequestError(ErrorCode.WORKER_LOST, "the request was cancelled by the server")
-        return Delta(index, choice.finish(event.reason), choice.finish_reason)
+        text = choice.finish(event.reason)
+        return Delta(index, text, choice.finish_reason, choice.scored(text))

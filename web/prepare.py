@@ -49,6 +49,7 @@ def call_specs(
             ignore_eos=bool(request.ignore_eos),
             priority=request.priority or 0,
             tenant=request.cache_salt or "",
+            num_logprobs=request.num_logprobs,
         )
         for ids in prompts
         for params in request.sampling_params(breakers)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from common.errors import ErrorCode, RequestError
 from common.ids import new_request_id
-from common.wire import Failed, Finished, ModelInfo, Tokens, Usage
+from common.wire import Failed, Finished, Logprobs, ModelInfo, Tokens, Usage
+from tests.support.fake_runner import fake_logprobs
 from web.link.call import CallSpec
 
 NextId = Callable[[CallSpec, list[int]], int | None]
@@ -45,7 +46,7 @@ class FakeGroup:
                 pos = len(done)
                 reason = self._step(index, done)
                 if done[pos:]:
-                    yield index, Tokens(self.ids[index], pos, done[pos:])
+                    yield index, Tokens(self.ids[index], pos, done[pos:], self._logprobs(index, done[pos:]))
                 if self.link.fails_after is not None and len(done) >= self.link.fails_after:
                     del generated[index]
                     yield index, Failed(self.ids[index], ErrorCode.INTERNAL_ERROR, "the step failed")
@@ -53,6 +54,10 @@ class FakeGroup:
                     del generated[index]
                     usage = Usage(len(self.specs[index].prompt_ids), len(done), self.link.cached_tokens)
                     yield index, Finished(self.ids[index], reason, usage)
+
+    def _logprobs(self, index: int, ids: list[int]) -> list[Logprobs]:
+        count = self.specs[index].num_logprobs
+        return [] if count is None else [fake_logprobs(token_id, count) for token_id in ids]
 
     def _step(self, index: int, done: list[int]) -> str:
         spec = self.specs[index]

@@ -143,8 +143,6 @@ NOT_SUPPORTED = [
     ("echo", True),
 ]
 NOT_SUPPORTED_IN_CHAT = [
-    ("logprobs", True),
-    ("top_logprobs", 5),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "auto"),
     ("tool_choice", "required"),
@@ -158,7 +156,7 @@ NOT_SUPPORTED_IN_CHAT = [
     ("continue_final_message", True),
     ("chat_template", "x"),
 ]
-NOT_SUPPORTED_IN_COMPLETIONS = [("logprobs", 1), ("logprobs", 0), ("suffix", "x"), ("add_special_tokens", False)]
+NOT_SUPPORTED_IN_COMPLETIONS = [("suffix", "x"), ("add_special_tokens", False)]
 
 
 @pytest.mark.parametrize(
@@ -352,6 +350,23 @@ def test_sampling_fields_reach_the_parameters():
     assert chat().breakers == []
     assert refused(chat, repeat_penalty=1.2, repetition_penalty=1.1).param == "repeat_penalty"
     assert refused(chat, min_tokens=6, max_tokens=5).param == "min_tokens"
+
+
+def test_logprobs_are_asked_for_in_two_ways():
+    """Chat says whether and how many, text completions how many; false means none there too."""
+    assert chat().num_logprobs is completion().num_logprobs is completion(logprobs=False).num_logprobs is None
+    assert (chat(logprobs=True).num_logprobs, chat(logprobs=True, top_logprobs=20).num_logprobs) == (0, 20)
+    assert (completion(logprobs=0).num_logprobs, completion(logprobs=20).num_logprobs) == (0, 20)
+    assert chat(logprobs=False, top_logprobs=0).num_logprobs is None
+    for make, fields, param in (
+        (chat, {"top_logprobs": 3}, "top_logprobs"),
+        (chat, {"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+        (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (chat, {"logprobs": 1}, "logprobs"),
+        (completion, {"logprobs": 21}, "logprobs"),
+        (completion, {"logprobs": True}, "logprobs"),
+    ):
+        assert refused(make, **fields).param == param
 
 
 def test_seeds():

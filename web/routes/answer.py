@@ -45,7 +45,9 @@ def answer(
         generation = Generation(calls, specs, choices, asked.num_choices)
         writer = Writer(form, calls.ids[0], int(time.time()), model.id, len(specs))
         if not asked.stream:
-            return _whole(calls, generation, writer, choices)
+            body = writer.whole(generation.answers(), generation.usage)
+            calls.close()
+            return Response(body, mimetype="application/json")
     except BaseException:
         calls.close()
         raise
@@ -61,16 +63,6 @@ def _decode_stream(asked: GenerationRequest, spec: CallSpec, text: ModelText) ->
     if asked.skip_special_tokens is False:
         return text.decode_stream(shown=text.tokenizer.special_ids)
     return text.decode_stream(frozenset(spec.stop_token_ids) if asked.include_stop_str_in_output else frozenset())
-
-
-def _whole(calls: CallGroup, generation: Generation, writer: Writer, choices: list[Choice]) -> Response:
-    texts: list[list[str]] = [[] for _ in choices]
-    for delta in generation.deltas():
-        if delta is not None:
-            texts[delta.index].append(delta.text)
-    calls.close()
-    body = writer.whole(["".join(parts) for parts in texts], [c.finish_reason for c in choices], generation.usage)
-    return Response(body, mimetype="application/json")
 
 
 def _stream(calls: CallGroup, generation: Generation, writer: Writer, include_usage: bool) -> Iterator[bytes]:

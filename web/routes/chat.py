@@ -24,4 +24,12 @@ def register(app: Flask, service: Service) -> None:
         refuse_hopeless("".join(message["content"] for message in messages), "messages", model, text.tokenizer)
         prompt_ids = text.encode_chat(messages)
         specs = call_specs(asked, [prompt_ids], "messages", model, text.tokenizer)
-        return answer(service, asked, specs, model, text, ChatFormat(), "chatcmpl")
+        return answer(
+            service,
+            asked,
+            specs,
+            model,
+            text,
+            ChatFormat(text.tokenizer.token_bytes if asked.num_logprobs is not None else None),
+            "chatcmpl",
+        )

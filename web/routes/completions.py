@@ -24,7 +24,15 @@ def register(app: Flask, service: Service) -> None:
         text = service.texts.of(model)
         prompts = [_encode(prompt, text, model) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
         specs = call_specs(asked, prompts, "prompt", model, text.tokenizer)
-        return answer(service, asked, specs, model, text, CompletionFormat(), "cmpl")
+        return answer(
+            service,
+            asked,
+            specs,
+            model,
+            text,
+            CompletionFormat(text.tokenizer.token_bytes if asked.num_logprobs is not None else None),
+            "cmpl",
+        )
 
 
 def _encode(prompt: str, text: ModelText, model: ModelInfo) -> list[int]:

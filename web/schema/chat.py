@@ -1,9 +1,10 @@
 """The request of POST /v1/chat/completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
+from common.wire import MAX_LOGPROBS
 from web.schema.base import BRANCH, Refused, RequestSchema, Text, complaint, neutral
 from web.schema.generation import GenerationRequest
 
@@ -71,8 +72,8 @@ class ChatRequest(GenerationRequest):
     """Chat completion."""
 
     messages: Annotated[list[Message], Field(min_length=1), AfterValidator(_conversation)]
-    logprobs: Annotated[bool | None, neutral(False)] = None
-    top_logprobs: Annotated[int | None, neutral(0)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     tools: Annotated[Any, neutral([])] = None
     tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = None
     functions: Annotated[Any, neutral([])] = None
@@ -91,3 +92,14 @@ class ChatRequest(GenerationRequest):
     chat_template: Refused = None
     chat_template_kwargs: Annotated[Any, neutral({})] = None
     mm_processor_kwargs: Refused = None
+
+    @model_validator(mode="after")
+    def _logprobs_agree(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise complaint("is only allowed when logprobs is true", "top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See GenerationRequest."""
+        return (self.top_logprobs or 0) if self.logprobs else None

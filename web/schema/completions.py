@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from common.wire import MAX_TOKEN_ID
+from common.wire import MAX_LOGPROBS, MAX_TOKEN_ID
 from web.schema.base import BRANCH, Text, complaint, neutral
 from web.schema.generation import GenerationRequest
 
@@ -36,13 +36,18 @@ Prompt = Annotated[
 ]
 
 
+def _no_logprobs(value: Any) -> Any:
+    """Some clients say false for none."""
+    return None if value is False else value
+
+
 class CompletionRequest(GenerationRequest):
     """Text completion: one or several prompts, as text or as token ids."""
 
     prompt: Prompt
     echo: Annotated[Any, neutral(False)] = None
     suffix: Annotated[Any, neutral("")] = None
-    logprobs: Annotated[Any, neutral(False)] = None
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_no_logprobs)] = None
     add_special_tokens: Annotated[Any, neutral(True)] = None
 
     @property
@@ -54,3 +59,8 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt[0], int):
             return [prompt]  # type: ignore[list-item]
         return prompt  # type: ignore[return-value]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See GenerationRequest."""
+        return self.logprobs

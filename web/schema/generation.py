@@ -103,6 +103,11 @@ class GenerationRequest(SamplingFields, UnsupportedFields):
         return self
 
     @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told with each token, or None when no log-probability is."""
+        raise NotImplementedError
+
+    @property
     def limit(self) -> tuple[str, int] | None:
         """The field that limits the answer and its value in tokens, or None."""
         for name, value in (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens)):

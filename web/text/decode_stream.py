@@ -29,6 +29,10 @@ class DecodeStream:
         self._num_settled = 0
         self._settled = ""
 
+    def hides(self, token_id: int) -> bool:
+        """Whether a token has no text in the answer."""
+        return token_id in self._special_ids
+
     def step(self, ids: list[int]) -> str:
         """Return the text that these further ids settle; it may be empty."""
         new = [token_id for token_id in ids if token_id not in self._special_ids]

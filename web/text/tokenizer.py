@@ -18,6 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from web.text.offload import offload
+from web.text.token_bytes import TokenBytes
 
 OFFLOAD_CHARACTERS = 2048
 """Shorter texts are encoded at once: that takes less time than the way to another thread and back."""
@@ -43,6 +44,8 @@ class TextTokenizer:
         # Such tokens are matched after normalisation, so that other letters may become one: always guard then.
         self._spelled_in_many_ways = any(token.normalized for token in self._added_special)
         self._prefix = self._leading_tokens()
+        decoder = self._tokenizer.decoder
+        self.token_bytes = TokenBytes(self._tokenizer, json.loads(decoder.__getstate__()) if decoder else None)
         self._twin = _Twin(self._file, self._added_special)
         self.guard = Guard(list(self._special))
 

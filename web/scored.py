@@ -1,0 +1,61 @@
+"""Which generated tokens, with their log-probabilities, belong to the text that goes out.
+
+Text is held back for stop strings, cut before them, and comes late when a character is spread over several tokens. The
+tokens told with a piece of text are those whose text is in it, so that joined they are the answer. Pure.
+"""
+
+from dataclasses import dataclass
+
+from common.wire import Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A generated token. text: what it added to the answer, None where it shares a character with its neighbours.
+
+    offset: where that begins in the answer's text, in characters.
+    """
+
+    token_id: int
+    text: str | None
+    offset: int
+    logprobs: Logprobs
+
+
+class TokenLedger:
+    """The tokens of one answer that are not told yet."""
+
+    def __init__(self) -> None:
+        self._unfinished: list[tuple[int, Logprobs]] = []
+        self._waiting: list[tuple[ScoredToken, int]] = []
+        self._decoded = 0
+        self._told = 0
+
+    def add(self, token_id: int, logprobs: Logprobs, text: str) -> None:
+        """Take a token and the text that it settled, before any of that is held back or cut."""
+        self._unfinished.append((token_id, logprobs))
+        if not text:
+            return  # no text, or a part of a character that a later token finishes
+        start, self._decoded = self._decoded, self._decoded + len(text)
+        alone = len(self._unfinished) == 1
+        for each_id, each_logprobs in self._unfinished:
+            token = ScoredToken(each_id, text if alone else None, start, each_logprobs)
+            self._waiting.append((token, self._decoded))
+        self._unfinished = []
+
+    def tell(self, text: str, ended: bool) -> list[ScoredToken]:
+        """Return the tokens of the text that goes out now; those of text that is cut are never told."""
+        self._told += len(text)
+        if ended and self._told > self._decoded and self._unfinished:
+            self.add(*self._unfinished.pop(), text[self._decoded - self._told :])
+        told: list[ScoredToken] = []
+        while self._waiting:
+            token, end = self._waiting[0]
+            if end > self._told and not (ended and token.offset < self._told):
+                break
+            del self._waiting[0]
+            if end > self._told and token.text is not None:
+                cut = token.text[: self._told - token.offset]
+                token = ScoredToken(token.token_id, cut, token.offset, token.logprobs)
+            told.append(token)
+        return told
