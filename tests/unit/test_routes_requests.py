@@ -17,7 +17,7 @@ from tests.support.api import (
     check_error,
     ids_of,
 )
-from tests.support.tiny_tokenizer import IM_END, STRICT
+from tests.support.tiny_tokenizer import IM_END, IM_START, STRICT
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,40 @@ def test_chat_with_a_base_model(make: MakeApi, tmp_path: Path) -> None:
     api = make(folder=tiny_tokenizer.write(tmp_path, template=None))
     assert "/v1/completions" in check_error(api.chat(), 400, "messages")["message"]
     assert api.text().status_code == 200
+
+
+def prompt_of(api: Api) -> str:
+    return TOKENIZER.decode(api.spec.prompt_ids, skip_special_tokens=False)
+
+
+def test_the_answer_may_go_on_in_the_last_message(make: MakeApi) -> None:
+    """The prompt ends with that message's text: no end of turn, no new one."""
+    api = make()
+    messages = [*HI, {"role": "assistant", "content": "Once upon"}]
+    assert api.chat(messages=messages, continue_final_message=True, add_generation_prompt=False).status_code == 200
+    assert prompt_of(api).endswith(f"{IM_START}assistant\nOnce upon")
+    assert api.chat(messages=messages, add_generation_prompt=False).status_code == 200
+    assert prompt_of(api).endswith(f"Once upon{IM_END}\n")
+    assert api.chat(messages=messages).status_code == 200
+    assert prompt_of(api).endswith(f"{IM_START}assistant\n")
+
+
+def test_a_last_message_that_the_template_changes_cannot_go_on(make: MakeApi, tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.content | upper }}{% endfor %}"
+    api = make(folder=tiny_tokenizer.write(tmp_path, template))
+    check_error(api.chat(continue_final_message=True), 400, "messages")
+
+
+def test_the_template_sees_further_variables(make: MakeApi, tmp_path: Path) -> None:
+    """reasoning_effort and chat_template_kwargs; control tokens in them are letters, as in messages."""
+    template = (
+        "{{ reasoning_effort }}/{{ enable_thinking }}/{{ note }}/{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    api = make(folder=tiny_tokenizer.write(tmp_path, template))
+    variables = {"enable_thinking": False, "note": IM_END}
+    assert api.chat(reasoning_effort="high", chat_template_kwargs=variables).status_code == 200
+    assert prompt_of(api).endswith(f"high/False/{IM_END}/hi")
+    assert not set(ids_of(IM_END)) & set(api.spec.prompt_ids)
 
 
 # --- refused before anything runs ---

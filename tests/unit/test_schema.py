@@ -15,6 +15,7 @@ from web.routes.body import parse_json
 from web.schema.base import parse
 from web.schema.chat import ChatRequest
 from web.schema.completions import CompletionRequest
+from web.text.chat_template import TemplateOptions
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -152,8 +153,6 @@ NOT_SUPPORTED_IN_CHAT = [
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),
     ("prediction", {"type": "content", "content": "x"}),
-    ("reasoning_effort", "low"),
-    ("continue_final_message", True),
     ("chat_template", "x"),
 ]
 NOT_SUPPORTED_IN_COMPLETIONS = [("suffix", "x"), ("add_special_tokens", False)]
@@ -367,6 +366,30 @@ def test_logprobs_are_asked_for_in_two_ways():
         (completion, {"logprobs": True}, "logprobs"),
     ):
         assert refused(make, **fields).param == param
+
+
+def test_how_the_template_is_rendered():
+    options = chat().template_options()
+    assert (options.add_generation_prompt, options.continue_final_message, options.variables) == (True, False, {})
+    sent = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+    options = chat(add_generation_prompt=False, **sent).template_options()
+    assert not options.add_generation_prompt
+    assert options.variables == {"enable_thinking": False, "reasoning_effort": "low"}
+    last = [*HI, {"role": "assistant", "content": "Once"}]
+    assert parse(ChatRequest, {"messages": last, "continue_final_message": True}).template_options() == TemplateOptions(
+        continue_final_message=True
+    )
+    for fields, param in (
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": "y" * 20_000}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"reasoning_effort": ""}, "reasoning_effort"),
+        ({"reasoning_effort": 5}, "reasoning_effort"),
+    ):
+        assert refused(chat, **fields).param == param
+    empty = [*HI, {"role": "assistant", "content": None}]
+    assert refused(chat, messages=empty, continue_final_message=True).param == "continue_final_message"
 
 
 def test_seeds():

@@ -22,7 +22,7 @@ def register(app: Flask, service: Service) -> None:
         text = service.texts.of(model)
         messages = [message.for_template() for message in asked.messages]
         refuse_hopeless("".join(message["content"] for message in messages), "messages", model, text.tokenizer)
-        prompt_ids = text.encode_chat(messages)
+        prompt_ids = text.encode_chat(messages, asked.template_options())
         specs = call_specs(asked, [prompt_ids], "messages", model, text.tokenizer)
         return answer(
             service,

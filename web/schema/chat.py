@@ -1,5 +1,6 @@
 """The request of POST /v1/chat/completions."""
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
@@ -7,6 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, 
 from common.wire import MAX_LOGPROBS
 from web.schema.base import BRANCH, Refused, RequestSchema, Text, complaint, neutral
 from web.schema.generation import GenerationRequest
+from web.text.chat_template import TemplateOptions
 
 
 def _text_part(kind: str) -> str:
@@ -68,6 +70,18 @@ def _tool_choice(value: Any) -> Any:
     return value
 
 
+def _variables(values: dict[str, Any] | None) -> dict[str, Any] | None:
+    if values and len(json.dumps(values)) > MAX_VARIABLES_CHARACTERS:
+        raise complaint(f"must have at most {MAX_VARIABLES_CHARACTERS} characters as JSON")
+    for name in RESERVED_VARIABLES & set(values or ()):
+        raise complaint(f"must not set {name}, which has a field of its own or is the server's")
+    return values
+
+
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+MAX_VARIABLES_CHARACTERS = 16384
+
+
 class ChatRequest(GenerationRequest):
     """Chat completion."""
 
@@ -81,23 +95,36 @@ class ChatRequest(GenerationRequest):
     modalities: Annotated[Any, neutral(["text"])] = None
     audio: Refused = None
     prediction: Refused = None
-    reasoning_effort: Refused = None
+    reasoning_effort: Annotated[Text, Field(min_length=1, max_length=64)] | None = None
     verbosity: Refused = None
     web_search_options: Refused = None
     echo: Annotated[Any, neutral(False)] = None
-    add_generation_prompt: Annotated[Any, neutral(True)] = None
-    continue_final_message: Annotated[Any, neutral(False)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: Annotated[Any, neutral(False)] = None
     documents: Refused = None
     chat_template: Refused = None
-    chat_template_kwargs: Annotated[Any, neutral({})] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_variables)] = None
     mm_processor_kwargs: Refused = None
 
     @model_validator(mode="after")
-    def _logprobs_agree(self) -> Self:
+    def _chat_fields_agree(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise complaint("is only allowed when logprobs is true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise complaint("must not be true together with add_generation_prompt", "continue_final_message")
+        if self.continue_final_message and not self.messages[-1].for_template()["content"]:
+            raise complaint("needs a last message with text", "continue_final_message")
         return self
+
+    def template_options(self) -> TemplateOptions:
+        """Return how the chat template is rendered."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return TemplateOptions(
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            variables={**effort, **(self.chat_template_kwargs or {})},
+        )
 
     @property
     def num_logprobs(self) -> int | None:

@@ -6,6 +6,7 @@ model and is the operator's choice; the messages are a stranger's.
 
 import json
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.errors import ErrorCode, RequestError
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """How a conversation is rendered.
+
+    add_generation_prompt: end with the beginning of the assistant's turn. continue_final_message: end in the middle of
+    the last message, where the answer goes on. variables: further names that the template may look at.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
 class _Generation(Extension):
@@ -46,20 +60,37 @@ class ChatTemplate:
             raise ValueError(f"the chat template is broken in line {error.lineno}: {error.message}") from None
         self._named_tokens = named_tokens
 
-    def render(self, messages: list[Message]) -> str:
-        """Return the prompt's text, up to where the assistant's answer begins.
+    def render(self, messages: list[Message], options: TemplateOptions | None = None) -> str:
+        """Return the prompt's text, up to where the assistant's answer begins or goes on.
 
         Raises RequestError when the template refuses the messages, with its reason.
         """
+        options = options or TemplateOptions()
+        names = {
+            **options.variables,
+            **self._named_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
+        }
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._named_tokens
-            )
+            text = self._template.render(names)
+            return _cut_after(text, messages[-1]["content"]) if options.continue_final_message else text
         except _Refused as refusal:
             reason = str(refusal)
         except Exception as error:  # noqa: BLE001  a template is a program; what it trips over is in the messages
             reason = f"the model's chat template cannot take these messages ({type(error).__name__})"
         raise RequestError(ErrorCode.INVALID_REQUEST, reason, "messages")
+
+
+def _cut_after(text: str, content: str) -> str:
+    """Return the rendered text up to the end of the last message; templates may strip it."""
+    for ending in (content, content.strip()):
+        at = text.rfind(ending)
+        if at >= 0:
+            return text[: at + len(ending)]
+    raise _Refused("the model's chat template does not show the last message as it is, so it cannot be continued")
 
 
 def read_chat_template(path: Path) -> str | None:

@@ -5,11 +5,14 @@
 
 import logging
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.errors import ErrorCode, RequestError
 from common.wire import ModelInfo
-from web.text.chat_template import ChatTemplate, Message, read_chat_template
+from web.text.chat_template import ChatTemplate, Message, TemplateOptions, read_chat_template
 from web.text.decode_stream import DecodeStream
 from web.text.offload import offload
 from web.text.tokenizer import TextTokenizer
@@ -34,7 +37,7 @@ class ModelText:
         """Return the ids of a raw prompt. Control tokens written in it are control tokens."""
         return self.tokenizer.encode(text)
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
+    def encode_chat(self, messages: list[Message], options: TemplateOptions | None = None) -> list[int]:
         """Return the ids of a conversation, up to where the answer begins. Control tokens in it are only letters.
 
         messages: maps with `role`, `content` and other strings. Raises RequestError when they cannot be rendered.
@@ -49,11 +52,22 @@ class ModelText:
         hidden = [
             {key: hide(value) if key != "role" else value for key, value in message.items()} for message in messages
         ]
-        return self.tokenizer.encode_guarded(self._template.render(hidden))
+        options = options or TemplateOptions()
+        options = replace(options, variables=_map_texts(hide, options.variables))
+        return self.tokenizer.encode_guarded(self._template.render(hidden, options))
 
     def decode_stream(self, shown: frozenset[int] = frozenset()) -> DecodeStream:
         """Return what turns the ids of one answer into text. shown: control tokens that have text there."""
         return DecodeStream(self.tokenizer.decode, self.tokenizer.special_ids - shown)
+
+
+def _map_texts(change: Callable[[str], str], value: Any) -> Any:
+    """Return a JSON value with its strings changed; names stay."""
+    if isinstance(value, dict):
+        return {name: _map_texts(change, item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_map_texts(change, item) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 class ModelTexts:
