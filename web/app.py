@@ -10,7 +10,7 @@ from common.config import WebConfig, load
 from common.ids import new_request_id
 from web import errors
 from web.link.link import Link
-from web.routes import chat, completions, models, status
+from web.routes import chat, completions, models, status, tokenize
 from web.routes.service import Service, WorkerLink
 from web.text.model_text import ModelTexts
 
@@ -26,6 +26,7 @@ def create_app(config: WebConfig | None = None, link: WorkerLink | None = None) 
     chat.register(app, service)
     completions.register(app, service)
     models.register(app, service)
+    tokenize.register(app, service)
     status.register(app, service)
     errors.register(app)
     app.before_request(_name_request)

@@ -7,7 +7,9 @@ from common.errors import ErrorCode, RequestError
 from common.wire import ModelInfo
 from web.generation import StopRules
 from web.link.call import CallSpec
+from web.schema.chat import ChatRequest
 from web.schema.generation import GenerationRequest
+from web.text.model_text import ModelText
 from web.text.tokenizer import TextTokenizer
 
 
@@ -23,6 +25,13 @@ def refuse_hopeless(text: str, field: str, model: ModelInfo, tokenizer: TextToke
     """Raise RequestError for a text so long that it cannot fit, before minutes are spent on encoding all of it."""
     if tokenizer.exceeds(text, model.max_model_len):
         raise _too_long(f"more than {model.max_model_len}", field, model)
+
+
+def encode_chat(request: ChatRequest, model: ModelInfo, text: ModelText) -> list[int]:
+    """Return the prompt of a chat. Raises RequestError when it cannot be made, or cannot fit."""
+    messages = [message.for_template() for message in request.messages]
+    refuse_hopeless("".join(message["content"] for message in messages), "messages", model, text.tokenizer)
+    return text.encode_chat(messages, request.template_options())
 
 
 def call_specs(

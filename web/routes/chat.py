@@ -3,7 +3,7 @@
 from flask import Flask, Response
 
 from web.answers import ChatFormat
-from web.prepare import call_specs, check_model, refuse_hopeless
+from web.prepare import call_specs, check_model, encode_chat
 from web.routes.answer import answer
 from web.routes.body import read_json
 from web.routes.service import Service
@@ -20,9 +20,7 @@ def register(app: Flask, service: Service) -> None:
         model = service.model
         check_model(asked.model, model)
         text = service.texts.of(model)
-        messages = [message.for_template() for message in asked.messages]
-        refuse_hopeless("".join(message["content"] for message in messages), "messages", model, text.tokenizer)
-        prompt_ids = text.encode_chat(messages, asked.template_options())
+        prompt_ids = encode_chat(asked, model, text)
         specs = call_specs(asked, [prompt_ids], "messages", model, text.tokenizer)
         return answer(
             service,

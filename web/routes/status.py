@@ -1,7 +1,8 @@
-"""GET /health: this process lives. GET /ready: a request sent now would be served."""
+"""GET /health: this process lives. GET /ready: a request sent now would be served. GET /version: of this server."""
 
 from flask import Flask, Response
 
+from common import __version__
 from common.errors import ErrorCode, RequestError
 from web.answers import json_bytes
 from web.routes.service import Service
@@ -13,6 +14,10 @@ def register(app: Flask, service: Service) -> None:
     @app.get("/health")
     def health() -> Response:
         return Response(json_bytes({"status": "ok"}), mimetype="application/json")
+
+    @app.get("/version")
+    def version() -> Response:
+        return Response(json_bytes({"version": __version__}), mimetype="application/json")
 
     @app.get("/ready")
     def ready() -> Response:

@@ -60,9 +60,11 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text in which control tokens count as such, behind the tokenizer's BOS, once."""
-        if len(text) < OFFLOAD_CHARACTERS:
-            return self._with_prefix(self._encode(text))
-        return self._with_prefix(offload(self._encode, text))
+        return self._with_prefix(self.encode_bare(text))
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Return the same without the BOS."""
+        return self._encode(text) if len(text) < OFFLOAD_CHARACTERS else offload(self._encode, text)
 
     def exceeds(self, text: str, num_tokens: int) -> bool:
         """Whether a text has certainly more than so many tokens, looking no further into it than needed to know.
