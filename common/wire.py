@@ -174,7 +174,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities by the model's own logits: of one generated token, and of the likeliest ones there."""
+    """Log-probabilities by the model's own logits: of one token, and of the likeliest ones in its place."""
 
     logprob: float = _wire(_number)
     top_ids: list[int] = _wire(_token_ids(MAX_LOGPROBS), default_factory=list)
@@ -205,6 +205,15 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens after the first, all at once, before the first generated token."""
+
+    TYPE: ClassVar[str] = "prompt_logprobs"
+    id: str = _wire(_REQUEST_ID)
+    logprobs: list[Logprobs] = _wire(_list_of(lambda value: _unpack(Logprobs, value), MAX_TOKENS))
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Terminal: the request ended as asked. `reason` is `stop`, `length` or `cancelled`."""
 
@@ -231,8 +240,8 @@ class Failed:
         return cls(request_id, error.code, error.message, error.kind.retryable)
 
 
-Event = Accepted | Tokens | Finished | Failed
-_EVENTS: dict[str, type[Any]] = {cls.TYPE: cls for cls in (Accepted, Tokens, Finished, Failed)}
+Event = Accepted | PromptLogprobs | Tokens | Finished | Failed
+_EVENTS: dict[str, type[Any]] = {cls.TYPE: cls for cls in (Accepted, PromptLogprobs, Tokens, Finished, Failed)}
 
 
 def _event(value: Any) -> Event:
@@ -251,7 +260,8 @@ class Submit:
 
     deadline: Unix time in seconds, or None; no worker looks at it yet. grammar: refused when set. generated_ids: the
     tokens that a resumed request already has. num_logprobs: None, or how many of the likeliest tokens are told with
-    each generated one (0: only its own log-probability).
+    each generated one (0: only its own log-probability). prompt_logprobs: whether the prompt's tokens are told the same
+    way; its prefix is then computed even if it is cached.
     """
 
     TYPE: ClassVar[str] = "submit"
@@ -268,6 +278,7 @@ class Submit:
     grammar: str | None = _wire(_optional(_text(1024 * 1024)), default=None)
     generated_ids: list[int] = _wire(_token_ids(MAX_TOKENS), default_factory=list)
     num_logprobs: int | None = _wire(_optional(_integer(0, MAX_LOGPROBS)), default=None)
+    prompt_logprobs: bool = _wire(_boolean, default=False)
 
 
 @dataclass(frozen=True, slots=True)

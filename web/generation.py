@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.errors import ErrorCode, RequestError
-from common.wire import Failed, Finished, Tokens, Usage
-from web.link.call import CallSpec
+from common.wire import Failed, Finished, Logprobs, PromptLogprobs, Tokens, Usage
+from web.link.call import CallSpec, GroupEvent
 from web.scored import ScoredToken, TokenLedger
 from web.text.decode_stream import DecodeStream
 from web.text.stop_matcher import StopMatcher
@@ -40,7 +40,7 @@ class Answer:
 class Calls(Protocol):
     """What is needed of web.link's CallGroup."""
 
-    def events(self) -> Iterator[tuple[int, Tokens | Finished | Failed] | None]:
+    def events(self) -> Iterator[tuple[int, GroupEvent] | None]:
         """Yield (index of the call, event), or None when a ping is due."""
         ...
 
@@ -86,13 +86,29 @@ class Choice:
         for at, token_id in enumerate(event.ids):
             self.num_tokens += 1
             piece = "" if token_id in self._hidden else self._decoder.step([token_id])
-            if event.logprobs and not self._decoder.hides(token_id) and token_id not in self._hidden:
-                self._ledger.add(token_id, event.logprobs[at], piece)
+            if event.logprobs:
+                self._note(token_id, event.logprobs[at], piece)
             text += self._match(piece)
             if self._matcher is not None and self._matcher.stopped:
                 self.finish_reason = "stop"
                 break
         return text
+
+    def echo(self, prompt_ids: list[int], logprobs: list[Logprobs] | None = None) -> str:
+        """Return the prompt's text, which stands before the answer. logprobs: of its tokens after the first."""
+        text = ""
+        for at, token_id in enumerate(prompt_ids):
+            piece = self._decoder.step([token_id])
+            if logprobs is not None:
+                self._note(token_id, logprobs[at - 1] if at else None, piece)
+            text += piece
+        return text
+
+    def _note(self, token_id: int, logprobs: Logprobs | None, piece: str) -> None:
+        if self._decoder.hides(token_id) or token_id in self._hidden:
+            self._ledger.add_control_token(token_id, logprobs)
+        else:
+            self._ledger.add(token_id, logprobs, piece)
 
     def _match(self, piece: str) -> str:
         if self._matcher is None or self.num_tokens <= self._min_tokens:
@@ -116,10 +132,22 @@ class Choice:
 
 
 class Generation:
-    """The answers to one HTTP request: `answers_per_prompt` calls to each prompt, one after another."""
+    """The answers to one HTTP request: `answers_per_prompt` calls to each prompt, one after another.
 
-    def __init__(self, calls: Calls, specs: list[CallSpec], choices: list[Choice], answers_per_prompt: int = 1):
+    echo: whether each begins with its prompt.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        specs: list[CallSpec],
+        choices: list[Choice],
+        answers_per_prompt: int = 1,
+        echo: bool = False,
+    ):
         self._calls = calls
+        self._specs = specs
+        self._echo = echo
         self._num_prompt_tokens = sum(len(spec.prompt_ids) for spec in specs[::answers_per_prompt])
         self._choices = choices
         self._answers_per_prompt = answers_per_prompt
@@ -141,6 +169,9 @@ class Generation:
 
         Raises RequestError when the worker fails a call, ClientGone when the client left.
         """
+        for index, spec in enumerate(self._specs):
+            if self._echo and not spec.prompt_logprobs:
+                yield Delta(index, self._choices[index].echo(spec.prompt_ids))
         for item in self._calls.events():
             if item is None:
                 yield None
@@ -162,12 +193,15 @@ class Generation:
             answer.text, answer.finish_reason = "".join(texts), choice.finish_reason
         return answers
 
-    def _take(self, index: int, choice: Choice, event: Tokens | Finished | Failed) -> Delta | None:
+    def _take(self, index: int, choice: Choice, event: GroupEvent) -> Delta | None:
         already_finished = choice.finish_reason is not None
         if isinstance(event, Finished):
             choice.cached_tokens = event.usage.cached_tokens
         if already_finished:
             return None
+        if isinstance(event, PromptLogprobs):
+            text = choice.echo(self._specs[index].prompt_ids, event.logprobs)
+            return Delta(index, text, tokens=choice.scored(text))
         if isinstance(event, Tokens):
             text = choice.take(event)
             if choice.finish_reason:

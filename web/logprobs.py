@@ -2,31 +2,32 @@
 
 from typing import Any
 
+from common.wire import Logprobs
 from web.scored import ScoredToken
 from web.text.token_bytes import TokenBytes
 
 
 def chat_logprobs(tokens: list[ScoredToken], token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return the `logprobs` of a chat choice, or of a chunk of one."""
-    return {"content": [_chat_token(token, token_bytes) for token in tokens], "refusal": None}
+    """Return the `logprobs` of a chat choice, or of a chunk of one; control tokens have none."""
+    return {"content": [_chat_token(token, token_bytes) for token in tokens if token.text != ""], "refusal": None}
 
 
 def completion_logprobs(tokens: list[ScoredToken], token_bytes: TokenBytes) -> dict[str, Any]:
     """Return the `logprobs` of a text completion's choice, or of a chunk of one.
 
-    The generated token is among the top ones even if it is not likely; of several with the same text the likeliest
-    counts.
+    The token itself is among the top ones even if it is not likely; of several with the same text the likeliest counts.
+    The first token of a prompt has no log-probability.
     """
     return {
         "tokens": [_text_of(token, token_bytes) for token in tokens],
-        "token_logprobs": [token.logprobs.logprob for token in tokens],
-        "top_logprobs": [_top(token, token_bytes) for token in tokens],
+        "token_logprobs": [token.logprobs and token.logprobs.logprob for token in tokens],
+        "top_logprobs": [token.logprobs and _top(token, token.logprobs, token_bytes) for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
 
 
 def _chat_token(token: ScoredToken, token_bytes: TokenBytes) -> dict[str, Any]:
-    told = token.logprobs
+    told = token.logprobs or Logprobs(0.0)
     own = token_bytes.of(token.token_id) if token.text is None else token.text.encode()
     top = zip(told.top_ids, told.top_logprobs, strict=True)
     return {
@@ -39,8 +40,7 @@ def _entry(own: bytes, logprob: float) -> dict[str, Any]:
     return {"token": own.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(own)}
 
 
-def _top(token: ScoredToken, token_bytes: TokenBytes) -> dict[str, float]:
-    told = token.logprobs
+def _top(token: ScoredToken, told: Logprobs, token_bytes: TokenBytes) -> dict[str, float]:
     top = [(_text_of(token, token_bytes), told.logprob)]
     for token_id, logprob in zip(told.top_ids, told.top_logprobs, strict=True):
         if token_id != token.token_id:

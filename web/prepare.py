@@ -12,6 +12,9 @@ from web.schema.generation import GenerationRequest
 from web.text.model_text import ModelText
 from web.text.tokenizer import TextTokenizer
 
+MAX_PROMPT_LOGPROBS = 1_000_000
+"""Log-probabilities of one prompt that are told at most: they make one message of the worker's."""
+
 
 def check_model(name: str | None, model: ModelInfo) -> None:
     """Raise RequestError unless a request names the served model, or none."""
@@ -46,6 +49,7 @@ def call_specs(
     for ids in prompts:
         _check_prompt(ids, prompt_field, model)
     _check_limit(request, max(map(len, prompts)), model)
+    _check_prompt_logprobs(request, max(map(len, prompts)))
     stop_token_ids = [token_id for stop in request.stops if (token_id := tokenizer.special_id(stop)) is not None]
     breakers = tuple(tokenizer.last_token(text) for text in request.breakers)
     limit = request.limit
@@ -59,6 +63,7 @@ def call_specs(
             priority=request.priority or 0,
             tenant=request.cache_salt or "",
             num_logprobs=request.num_logprobs,
+            prompt_logprobs=request.echoes and request.num_logprobs is not None,
         )
         for ids in prompts
         for params in request.sampling_params(breakers)
@@ -81,6 +86,14 @@ def _truncated(ids: list[int], at_most: int | None, model: ModelInfo) -> list[in
     if at_most is None:
         return ids
     return ids[-(model.max_model_len - 1 if at_most < 0 else at_most) :]
+
+
+def _check_prompt_logprobs(request: GenerationRequest, longest: int) -> None:
+    if request.echoes and request.num_logprobs is not None:
+        most = MAX_PROMPT_LOGPROBS // (1 + request.num_logprobs)
+        if longest > most:
+            message = f"logprobs: with so many of them, echo is for prompts of at most {most} tokens"
+            raise RequestError(ErrorCode.INVALID_REQUEST, message, "logprobs")
 
 
 def _check_ids(request: GenerationRequest, model: ModelInfo) -> None:

@@ -11,27 +11,32 @@ from common.wire import Logprobs
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A generated token. text: what it added to the answer, None where it shares a character with its neighbours.
+    """A token of an answer, or of the prompt before it.
 
-    offset: where that begins in the answer's text, in characters.
+    text: what it added to the text: nothing for a control token, None where it shares a character with its neighbours.
+    offset: where that begins in the text, in characters. logprobs: None for the first token of a prompt.
     """
 
     token_id: int
     text: str | None
     offset: int
-    logprobs: Logprobs
+    logprobs: Logprobs | None
 
 
 class TokenLedger:
     """The tokens of one answer that are not told yet."""
 
     def __init__(self) -> None:
-        self._unfinished: list[tuple[int, Logprobs]] = []
+        self._unfinished: list[tuple[int, Logprobs | None]] = []
         self._waiting: list[tuple[ScoredToken, int]] = []
         self._decoded = 0
         self._told = 0
 
-    def add(self, token_id: int, logprobs: Logprobs, text: str) -> None:
+    def add_control_token(self, token_id: int, logprobs: Logprobs | None) -> None:
+        """Take a token that has no text."""
+        self._waiting.append((ScoredToken(token_id, "", self._decoded, logprobs), self._decoded))
+
+    def add(self, token_id: int, logprobs: Logprobs | None, text: str) -> None:
         """Take a token and the text that it settled, before any of that is held back or cut."""
         self._unfinished.append((token_id, logprobs))
         if not text:

@@ -44,6 +44,15 @@ class SampleRow:
 
 
 @dataclass(slots=True)
+class ScoreRow:
+    """A prompt token whose log-probability is wanted: `token` is what follows packed row `row`."""
+
+    row: int
+    token: int
+    num_logprobs: int
+
+
+@dataclass(slots=True)
 class StepBatch:
     """All the tokens of one step, packed one after another without padding.
 
@@ -56,17 +65,19 @@ class StepBatch:
     slots: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     samples: list[SampleRow] = field(default_factory=list)
+    scores: list[ScoreRow] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepResult:
     """What a step computed: one token id for each of the batch's samples, in order.
 
-    logprobs: by index of the sample, where they were asked for.
+    logprobs: by index of the sample, where they were asked for. prompt_logprobs: one for each of the batch's scores.
     """
 
     token_ids: list[int]
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
 
 class Runner(Protocol):
@@ -85,6 +96,15 @@ class Scheduled:
     num_new: int
 
 
+def scored_positions(item: Scheduled) -> range:
+    """Return the positions of a step's share whose next token is a prompt token that is to be scored."""
+    request = item.request
+    if not request.scores_prompt:
+        return range(0)
+    start = max(request.num_computed, len(request.prompt_logprobs))
+    return range(start, min(request.num_computed + item.num_new, request.num_prompt - 1))
+
+
 def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
     """Pack the scheduled tokens. A request samples in this step when the step reaches its last token."""
     batch = StepBatch()
@@ -97,6 +117,10 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
         batch.positions.extend(range(start, end))
         batch.slots.extend(table[at // block_size] * block_size + at % block_size for at in range(start, end))
         batch.segments.append(Segment(row, start, length, table))
+        batch.scores.extend(
+            ScoreRow(row + at - start, request.tokens[at + 1], request.num_logprobs or 0)
+            for at in scored_positions(item)
+        )
         if end == request.num_tokens:
             batch.samples.append(
                 SampleRow(

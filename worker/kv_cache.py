@@ -144,6 +144,9 @@ class KVCacheManager:
         if not self.prefix_caching:
             return [], []
         limit = (request.num_tokens - 1) // self.block_size
+        if request.scores_prompt:
+            # Cached blocks have keys and values, but no logits: what is not scored yet is computed.
+            limit = min(limit, len(request.prompt_logprobs) // self.block_size)
         self._extend_hashes(request, limit)
         found: list[int] = []
         for name in request.block_hashes[:limit]:

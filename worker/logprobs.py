@@ -1,4 +1,4 @@
-"""Log-probabilities of generated tokens, by the model's own logits: before penalties, bias, temperature and filters.
+"""Log-probabilities of generated and of prompt tokens, by the model's own logits: before sampling changes them.
 
 Runs on the engine thread, around the sampler, which changes logits in place.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from common.wire import Logprobs
-from worker.batch import SampleRow
+from worker.batch import SampleRow, ScoreRow
 
 LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have."""
@@ -22,9 +22,7 @@ def start_logprobs(logits: torch.Tensor, rows: list[SampleRow]) -> Callable[[lis
     which = [at for at, row in enumerate(rows) if row.num_logprobs is not None]
     if not which:
         return lambda token_ids: {}
-    chosen = logits[which].double()
-    # One row after another: a sum over several at once has other last bits than over one.
-    logprobs = torch.stack([row - row.logsumexp(-1) for row in chosen]).clamp_(min=LOWEST)
+    logprobs = _logprobs(logits[which])
     most = max(rows[at].num_logprobs or 0 for at in which)
     top = logprobs.topk(most)
 
@@ -38,3 +36,19 @@ def start_logprobs(logits: torch.Tensor, rows: list[SampleRow]) -> Callable[[lis
         }
 
     return tell
+
+
+def score(logits: torch.Tensor, rows: list[ScoreRow]) -> list[Logprobs]:
+    """Return the log-probabilities of given tokens, one for each row of `logits` (float32 [rows, vocabulary])."""
+    found = []
+    for row, own in zip(rows, logits, strict=False):  # one at a time: in double precision a row is a megabyte or two
+        logprobs = _logprobs(own[None])[0]
+        top = logprobs.topk(row.num_logprobs)
+        found.append(Logprobs(float(logprobs[row.token]), top.indices.tolist(), top.values.tolist()))
+    return found
+
+
+def _logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities in double precision."""
+    # One row after another: a sum over several at once has other last bits than over one.
+    return torch.stack([row - row.logsumexp(-1) for row in logits.double()]).clamp_(min=LOWEST)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from common.errors import ErrorCode, RequestError
-from common.wire import Accepted, Batch, Event, Failed, Finished, Logprobs, Resync, Submit, Tokens
+from common.wire import Accepted, Batch, Event, Failed, Finished, Logprobs, PromptLogprobs, Resync, Submit, Tokens
 
 EVENT_COST_TOKENS = 16
 """What an event counts in a batch on top of its tokens, so that many small ones make no huge message either."""
@@ -60,7 +60,7 @@ class PublisherCounters:
 class _Record:
     """One request. ids: all tokens generated; `ids[:told]`, and what the flags say, have left.
 
-    logprobs: one for each token from index `first_logprob` on, when they were asked for.
+    logprobs: one for each token from index `first_logprob` on, when they were asked for. prompt_logprobs: as they came.
     """
 
     id: str
@@ -68,6 +68,8 @@ class _Record:
     ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     first_logprob: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_told: bool = False
     accepted: bool = False
     end: Finished | Failed | None = None
     told: int = 0
@@ -77,7 +79,9 @@ class _Record:
     def cost_tokens(self) -> int:
         """What the record counts among those that are kept; a log-probability and its token count as one more each."""
         told = 1 + len(self.logprobs[0].top_ids) if self.logprobs else 0
-        return len(self.ids) + len(self.logprobs) * told
+        prompt = self.prompt_logprobs.logprobs if self.prompt_logprobs else []
+        told_of_prompt = 1 + len(prompt[0].top_ids) if prompt else 0
+        return len(self.ids) + len(self.logprobs) * told + len(prompt) * told_of_prompt
 
     def take(self, event: Event) -> None:
         """Take what happened next; nothing happens after the end."""
@@ -85,6 +89,8 @@ class _Record:
             return
         if isinstance(event, Accepted):
             self.accepted = True
+        elif isinstance(event, PromptLogprobs):
+            self.prompt_logprobs = event
         elif isinstance(event, Tokens):
             self.ids[event.pos :] = event.ids
             if event.logprobs:
@@ -96,11 +102,15 @@ class _Record:
         """Note that the web process has only the first `have` tokens, and must be told everything else again."""
         self.told = min(have, len(self.ids))
         self.accepted_told = False
+        # Whoever has a generated token has what came before it.
+        self.prompt_told = self.told > self.first_logprob
 
     def news(self, upto: int) -> Iterator[Event]:
         """Yield what has not been told, tokens up to index `upto`."""
         if self.accepted and not self.accepted_told:
             yield Accepted(self.id)
+        if self.prompt_logprobs is not None and not self.prompt_told:
+            yield self.prompt_logprobs
         if upto > self.told:
             at = self.told - self.first_logprob
             logprobs = self.logprobs[at : upto - self.first_logprob] if at >= 0 else []
@@ -252,6 +262,7 @@ class Publisher:
 
     def _mark_told(self, topic: _Topic, record: _Record, upto: int, now: float) -> None:
         record.told, record.accepted_told = upto, record.accepted
+        record.prompt_told = record.prompt_logprobs is not None
         if upto == len(record.ids):
             del topic.untold[record.id]
             if record.end is not None and self._records.get(record.id) is record:

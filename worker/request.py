@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.params import SamplingParams
-from common.wire import Submit
+from common.wire import Logprobs, Submit
 
 
 class RequestStatus(Enum):
@@ -26,6 +26,8 @@ class RequestState:
     `tokens` is the prompt followed by everything generated. The keys and values of its first `num_computed` tokens
     are in the cache; the scheduler hands out steps until num_computed meets len(tokens). That one rule covers
     prefill, chunked prefill, prefix hits, decode, preemption and resume. A generated token in `end_ids` is the last.
+
+    While `scores_prompt`, the log-probabilities of the prompt's tokens after the first gather in `prompt_logprobs`.
     """
 
     id: str
@@ -35,6 +37,8 @@ class RequestState:
     max_tokens: int
     end_ids: frozenset[int] = frozenset()
     num_logprobs: int | None = None
+    scores_prompt: bool = False
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     priority: int = 0
     tenant: str = ""
     arrival: int = 0
@@ -60,6 +64,8 @@ class RequestState:
             max_tokens=submit.max_tokens,
             end_ids=stop_token_ids if submit.ignore_eos else stop_token_ids | eos_token_ids,
             num_logprobs=submit.num_logprobs,
+            # A resumed request has told them before.
+            scores_prompt=submit.prompt_logprobs and not submit.generated_ids,
             priority=submit.priority,
             tenant=submit.tenant,
         )

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from worker.attention import PagedKVCache
 from worker.attention_step import AttentionStep
 from worker.batch import StepBatch, StepResult
-from worker.logprobs import start_logprobs
+from worker.logprobs import score, start_logprobs
 from worker.sampler import sample
 
 
@@ -27,13 +27,14 @@ class TorchRunner:
     def run(self, batch: StepBatch) -> StepResult:
         """Compute a step; see worker.batch.Runner. A row whose logits cannot be used gives worker.sampler.UNUSABLE."""
         with torch.inference_mode():
+            rows = [row.row for row in batch.samples] + [row.row for row in batch.scores]
+            logits = self.forward(batch, rows or [0])
+            drawn, scored = logits[: len(batch.samples)], logits[len(batch.samples) :]
             if not batch.samples:
-                self.forward(batch, rows=[0])
-                return StepResult([])
-            logits = self.forward(batch, [row.row for row in batch.samples])
-            tell = start_logprobs(logits, batch.samples)
-            token_ids = sample(logits, batch.samples)
-            return StepResult(token_ids, tell(token_ids))
+                return StepResult([], prompt_logprobs=score(scored, batch.scores))
+            tell = start_logprobs(drawn, batch.samples)
+            token_ids = sample(drawn, batch.samples)
+            return StepResult(token_ids, tell(token_ids), score(scored, batch.scores))
 
     def forward(self, batch: StepBatch, rows: list[int]) -> torch.Tensor:
         """Write the step's keys and values and return the float32 logits [rows, vocabulary] of some packed rows."""

@@ -14,10 +14,11 @@ engine thread.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from common.errors import ErrorCode, RequestError
-from common.wire import Accepted, Event, Failed, Finished, Timings, Tokens, Usage
-from worker.batch import Scheduled, StepResult
+from common.wire import Accepted, Event, Failed, Finished, PromptLogprobs, Timings, Tokens, Usage
+from worker.batch import Scheduled, StepResult, scored_positions
 from worker.kv_cache import KVCacheManager
 from worker.request import RequestState, RequestStatus
 from worker.waiting_queue import WaitingQueue, rank
@@ -126,8 +127,10 @@ class Scheduler:
         An id outside the vocabulary says that the row's logits were unusable; it fails that request alone.
         """
         sampled = enumerate(result.token_ids)
+        scored = iter(result.prompt_logprobs)
         for item in plan:
             request = item.request
+            request.prompt_logprobs.extend(islice(scored, len(scored_positions(item))))
             self.cache.commit(request, item.num_new)
             if request.num_computed < request.num_tokens:
                 continue
@@ -137,6 +140,8 @@ class Scheduler:
                 continue
             if not request.first_token_s:
                 request.first_token_s = self.clock()
+            if request.scores_prompt and not request.num_generated:
+                self._events.append(PromptLogprobs(request.id, request.prompt_logprobs))
             logprobs = [result.logprobs[index]] if index in result.logprobs else []
             self._events.append(Tokens(request.id, request.num_generated, [token], logprobs))
             request.tokens.append(token)

@@ -155,6 +155,25 @@ def test_answers_are_those_of_the_model(make_rig: MakeRig, tmp_path: Path, strea
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (10, 250)
 
 
+def test_logprobs_cross_the_wire(make_rig: MakeRig, tmp_path: Path) -> None:
+    """Of prompt and answer, for several answers at once, streamed and not: the same, whole and in order."""
+    rig = start(make_rig, tmp_path)
+    fields = {"prompt": ids(1) * 40, "max_tokens": 50, "echo": True, "logprobs": 3, "n": 2, "seed": 1}
+    status, whole = ask(rig, TEXT, **fields)
+    assert status == 200
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    streamed: list[dict[str, list[Any]]] = [{name: [] for name in names} for _ in range(2)]
+    for chunk in chunks(rig, TEXT, **fields):
+        for choice in chunk["choices"]:
+            for name, values in (choice["logprobs"] or {}).items():
+                streamed[choice["index"]][name] += values
+    assert [choice["logprobs"] for choice in whole["choices"]] == streamed
+    for told in streamed:
+        assert [len(told[name]) for name in names] == [80 + 50] * 4
+        assert told["token_logprobs"] == [None, *[-0.5] * 129]
+    rig.observer.wait_idle()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_frees_the_worker(make_rig: MakeRig, tmp_path: Path, stream: bool) -> None:
     """The text is cut before the stop string, the worker stops computing, and its blocks are free."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from common.errors import ErrorCode, RequestError
 from common.ids import new_request_id
-from common.wire import Failed, Finished, Logprobs, ModelInfo, Tokens, Usage
+from common.wire import Failed, Finished, Logprobs, ModelInfo, PromptLogprobs, Tokens, Usage
 from tests.support.fake_runner import fake_logprobs
-from web.link.call import CallSpec
+from web.link.call import CallSpec, GroupEvent
 
 NextId = Callable[[CallSpec, list[int]], int | None]
 """From a call and the ids generated so far to the next id, or None where the model ends."""
@@ -36,8 +36,12 @@ class FakeGroup:
         if self.link.refusal:
             raise self.link.refusal
 
-    def events(self) -> Iterator[tuple[int, Tokens | Finished | Failed] | None]:
+    def events(self) -> Iterator[tuple[int, GroupEvent] | None]:
         generated: dict[int, list[int]] = {index: [] for index in range(len(self.specs))}
+        for index, spec in enumerate(self.specs):
+            if spec.prompt_logprobs:
+                told = [fake_logprobs(token_id, spec.num_logprobs or 0) for token_id in spec.prompt_ids[1:]]
+                yield index, PromptLogprobs(self.ids[index], told)
         while generated:
             if self.link.pings:
                 yield None

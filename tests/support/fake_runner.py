@@ -40,7 +40,7 @@ class FakeRunner:
         token_ids = [next_token(sample.tokens, self.vocab_size) for sample in batch.samples]
         asked = ((at, sample.num_logprobs) for at, sample in enumerate(batch.samples))
         logprobs = {at: fake_logprobs(token_ids[at], count) for at, count in asked if count is not None}
-        return StepResult(token_ids, logprobs)
+        return StepResult(token_ids, logprobs, [fake_logprobs(row.token, row.num_logprobs) for row in batch.scores])
 
 
 def fake_logprobs(token_id: int, count: int) -> Logprobs:

@@ -4,7 +4,20 @@ import pytest
 
 from common.errors import ErrorCode, RequestError
 from common.params import SamplingParams
-from common.wire import Accepted, Batch, Event, Failed, Finished, Have, Logprobs, Resync, Submit, Tokens, Usage
+from common.wire import (
+    Accepted,
+    Batch,
+    Event,
+    Failed,
+    Finished,
+    Have,
+    Logprobs,
+    PromptLogprobs,
+    Resync,
+    Submit,
+    Tokens,
+    Usage,
+)
 from worker.publisher import Publisher, PublisherLimits
 
 A, B = "p/aaaaaaaaaaaaaaaa/", "p/bbbbbbbbbbbbbbbb/"
@@ -237,6 +250,20 @@ def test_logprobs_travel_with_their_tokens():
     bench.step()
     again = [event for event in bench.take() if isinstance(event, Tokens)]
     assert [entry for event in again for entry in event.logprobs] == many[48:]
+
+
+def test_a_prompts_logprobs_come_before_its_tokens_and_again_if_need_be():
+    """Whoever has a token of the answer has them; whoever has none is told again."""
+    bench = Bench()
+    bench.add()
+    told = PromptLogprobs("r", [Logprobs(-1.0)])
+    bench.step(told, Tokens("r", 0, [1]))
+    bench.step(Tokens("r", 1, [2]))
+    assert bench.take() == [Accepted("r"), told, Tokens("r", 0, [1]), Tokens("r", 1, [2])]
+    bench.resync(Have("r", 1))
+    assert bench.take() == [Accepted("r"), Tokens("r", 1, [2])]
+    bench.resync(Have("r", 0))
+    assert bench.take() == [Accepted("r"), told, Tokens("r", 0, [1, 2])]
 
 
 def test_resync_tells_what_follows():

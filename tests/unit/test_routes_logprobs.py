@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support import tiny_tokenizer
-from tests.support.api import ANSWER, TOKENIZER, Api, events, ids_of
+from tests.support.api import ANSWER, TOKENIZER, Api, check_error, events, ids_of
 from tests.support.fake_link import say
 from tests.support.fake_runner import fake_logprobs
 from tests.support.tiny_tokenizer import IM_END
@@ -144,3 +144,52 @@ def test_each_choice_has_its_own(folder: Path) -> None:
             == choice["message"]["content"]
             == TOKENIZER.decode([300 + 5 + choice["index"] + at for at in range(3)])
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["hi 😀 you", ["hi 😀 you"], ids_of("hi 😀 you")])
+def test_echo(folder: Path, stream: bool, prompt: Any) -> None:
+    """The prompt's text, then the answer's; a stop string in the prompt stops nothing."""
+    api = Api(folder)
+    response = api.text(prompt, echo=True, stream=stream, stop="hi")
+    if stream:
+        text = "".join(chunk["choices"][0]["text"] for chunk in events(response))
+    else:
+        body = response.get_json()
+        text = body["choices"][0]["text"]
+        assert body["usage"]["completion_tokens"] == len(ids_of(ANSWER))
+    assert text == "hi 😀 you" + ANSWER
+    assert not api.spec.prompt_logprobs
+
+
+@pytest.mark.parametrize("per_step", [1, 100])
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(folder: Path, stream: bool, per_step: int) -> None:
+    """Tokens joined are prompt and text, offsets right, the first logprob null: lm-eval reads loglikelihoods so."""
+    answer, prompt = " and more text", [*ids_of("hello "), *ids_of(IM_END), *ids_of("world")]
+    api = Api(folder, next_id=say([*ids_of(answer), *ids_of(IM_END)]), per_step=per_step)
+    text, logprobs = completion(api, stream, prompt=prompt, echo=True, logprobs=1)
+    assert text == "".join(logprobs["tokens"]) == "hello world" + answer
+    # One entry for each token, the control tokens with no text: clients count them.
+    count = len(prompt) + len(ids_of(answer)) + 1
+    assert {name: len(values) for name, values in logprobs.items()} == dict.fromkeys(logprobs, count)
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    assert logprobs["token_logprobs"][1:] == [-0.5] * (count - 1)
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert text[offset : offset + len(token)] == token
+
+
+def test_echo_of_several_prompts_and_answers(folder: Path) -> None:
+    api = Api(folder, next_id=say(ids_of(" ok")))
+    body = api.text(["hello", "you"], echo=True, logprobs=0, n=2).get_json()
+    assert [choice["text"] for choice in body["choices"]] == ["hello ok", "hello ok", "you ok", "you ok"]
+    for choice in body["choices"]:
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+def test_logprobs_of_a_prompt_have_a_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("web.prepare.MAX_PROMPT_LOGPROBS", 60)
+    api = Api(folder)
+    assert api.text([1] * 10, echo=True, logprobs=5).status_code == 200
+    check_error(api.text([1] * 11, echo=True, logprobs=5), 400, "logprobs")
+    assert api.text([1] * 11, logprobs=5).status_code == 200

@@ -141,9 +141,9 @@ NOT_SUPPORTED = [
     ("grammar", "root ::= x"),
     ("use_beam_search", True),
     ("n_predict", 5),
-    ("echo", True),
 ]
 NOT_SUPPORTED_IN_CHAT = [
+    ("echo", True),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "auto"),
     ("tool_choice", "required"),

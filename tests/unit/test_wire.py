@@ -24,6 +24,7 @@ from common.wire import (
     Heartbeat,
     Logprobs,
     ModelInfo,
+    PromptLogprobs,
     Resync,
     Submit,
     Timings,
@@ -72,6 +73,7 @@ SUBMITS = st.builds(
     grammar=st.none() | st.text(max_size=50),
     generated_ids=TOKEN_IDS,
     num_logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.booleans(),
 )
 LOGPROBS = st.builds(Logprobs, NUMBERS, st.lists(st.integers(0, 2**31 - 1), max_size=3), st.lists(NUMBERS, max_size=3))
 CANCELS = st.builds(Cancel, id=IDS, reason=st.text(max_size=256))
@@ -84,6 +86,7 @@ RESYNCS = st.builds(
 EVENTS = st.one_of(
     st.builds(Accepted, id=IDS),
     st.builds(Tokens, id=IDS, pos=COUNTS, ids=TOKEN_IDS),
+    st.builds(PromptLogprobs, id=IDS, logprobs=st.lists(LOGPROBS, max_size=3)),
     st.lists(LOGPROBS, min_size=1, max_size=3).map(lambda many: Tokens("r", 0, [1] * len(many), many)),
     st.builds(
         Finished,

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from common.errors import RequestError
 from common.params import SamplingParams
-from common.wire import Event, Failed, Finished, Submit, Tokens, Usage
+from common.wire import Event, Failed, Finished, PromptLogprobs, Submit, Tokens, Usage
 from web.link.disconnect import DisconnectWatcher
 
-GroupEvent = Tokens | Finished | Failed
+GroupEvent = PromptLogprobs | Tokens | Finished | Failed
 
 
 class ClientGone(Exception):
@@ -35,6 +35,7 @@ class CallSpec:
     priority: int = 0
     tenant: str = ""
     num_logprobs: int | None = None
+    prompt_logprobs: bool = False
     deadline: float | None = None
 
     def to_submit(self, request_id: str, topic: str) -> Submit:
@@ -50,6 +51,7 @@ class CallSpec:
             priority=self.priority,
             tenant=self.tenant,
             num_logprobs=self.num_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             deadline=self.deadline,
         )
 
@@ -58,7 +60,8 @@ class CallSpec:
 class Call:
     """One request of the worker as this process knows it. Times are the registry's clock, in seconds.
 
-    num_received: tokens passed on so far, which is also the `pos` the next ones must have.
+    num_received: tokens passed on so far, which is also the `pos` the next ones must have. prompt_received: whether the
+    prompt's log-probabilities were passed on, which come before them if they were asked for.
     """
 
     id: str
@@ -73,6 +76,7 @@ class Call:
     accepted: bool = False
     done: bool = False
     num_received: int = 0
+    prompt_received: bool = False
     cancelled_at_s: float | None = None
 
     def take(self, event: Event) -> bool:
@@ -81,6 +85,12 @@ class Call:
             return True
         if isinstance(event, Tokens):
             return self._take_tokens(event)
+        if isinstance(event, PromptLogprobs):
+            self.accept()
+            if not self.prompt_received:
+                self.prompt_received = True
+                self.group.put(self.index, event)
+            return True
         if isinstance(event, Failed):
             self.end(event)
         elif isinstance(event, Finished):
@@ -95,7 +105,7 @@ class Call:
     def _take_tokens(self, event: Tokens) -> bool:
         self.accept()
         known = self.num_received - event.pos
-        if known < 0:
+        if known < 0 or (self.spec.prompt_logprobs and not self.prompt_received):
             return False
         if known < len(event.ids):
             new = event.since(self.num_received)
@@ -186,7 +196,7 @@ class CallGroup:
                 ping_due, self._ping_due = self._ping_due, False
             for index, events in pending.items():
                 for event in events:
-                    live -= not isinstance(event, Tokens)
+                    live -= isinstance(event, Finished | Failed)
                     yield index, event
             if pending:
                 continue

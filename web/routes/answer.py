@@ -42,7 +42,7 @@ def answer(
         g.request_id = calls.ids[0]
         calls.wait_accepted()
         choices = [Choice(_decode_stream(asked, spec, text), stop_rules(asked, spec, model)) for spec in specs]
-        generation = Generation(calls, specs, choices, asked.num_choices)
+        generation = Generation(calls, specs, choices, asked.num_choices, asked.echoes)
         writer = Writer(form, calls.ids[0], int(time.time()), model.id, len(specs))
         if not asked.stream:
             body = writer.whole(generation.answers(), generation.usage)

@@ -45,7 +45,7 @@ class CompletionRequest(GenerationRequest):
     """Text completion: one or several prompts, as text or as token ids."""
 
     prompt: Prompt
-    echo: Annotated[Any, neutral(False)] = None
+    echo: bool | None = None
     suffix: Annotated[Any, neutral("")] = None
     logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_no_logprobs)] = None
     add_special_tokens: Annotated[Any, neutral(True)] = None
@@ -64,3 +64,8 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """See GenerationRequest."""
         return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """See GenerationRequest."""
+        return bool(self.echo)

@@ -108,6 +108,11 @@ class GenerationRequest(SamplingFields, UnsupportedFields):
         raise NotImplementedError
 
     @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with its prompt."""
+        return False
+
+    @property
     def limit(self) -> tuple[str, int] | None:
         """The field that limits the answer and its value in tokens, or None."""
         for name, value in (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens)):
