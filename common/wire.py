@@ -8,13 +8,12 @@ that are not known are ignored; another version is refused. Never pickle.
 start. `seq` grows by one with each batch of a topic within one incarnation of the worker, so a gap can be seen.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import msgpack
 
+from common import checks
 from common.errors import ErrorCode, RequestError, WireError
 from common.ids import is_topic
 from common.params import SamplingParams
@@ -22,93 +21,8 @@ from common.params import SamplingParams
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_TOKENS = 16 * 1024 * 1024
-MAX_TOKEN_ID = 2**31 - 1
 MAX_LOGPROBS = 20
 """Likeliest tokens that are told at each place, at most; OpenAI's bound."""
-
-Check = Callable[[Any], Any]
-
-
-def _text(limit: int) -> Check:
-    def check(value: Any) -> str:
-        if not isinstance(value, str) or len(value) > limit:
-            raise ValueError(f"expected a string of at most {limit} characters")
-        return value
-
-    return check
-
-
-def _integer(low: int, high: int) -> Check:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"expected an integer between {low} and {high}")
-        return value
-
-    return check
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError("expected a finite number")
-    return float(value)
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("expected true or false")
-    return value
-
-
-def _optional(check: Check) -> Check:
-    return lambda value: None if value is None else check(value)
-
-
-def _list_of(check: Check, limit: int) -> Check:
-    def check_list(value: Any) -> list[Any]:
-        if not isinstance(value, list) or len(value) > limit:
-            raise ValueError(f"expected a list of at most {limit} items")
-        return [check(item) for item in value]
-
-    return check_list
-
-
-def _token_ids(limit: int) -> Check:
-    """Like `_list_of(_integer(...))`, but fast enough for prompts of a million tokens."""
-
-    def check(value: Any) -> list[int]:
-        if not isinstance(value, list) or len(value) > limit:
-            raise ValueError(f"expected a list of at most {limit} token ids")
-        if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID):
-            raise ValueError("expected token ids")
-        return value
-
-    return check
-
-
-def _map_of(check: Check, limit: int) -> Check:
-    def check_map(value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict) or len(value) > limit or not all(isinstance(key, str) for key in value):
-            raise ValueError(f"expected a map of at most {limit} named items")
-        return {key: check(item) for key, item in value.items()}
-
-    return check_map
-
-
-def _scalar(value: Any) -> Any:
-    if value is not None and not isinstance(value, (str, int, float, bool)):
-        raise ValueError("expected a scalar")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("expected a finite number")
-    return value
-
-
-def _one_of(*allowed: str) -> Check:
-    def check(value: Any) -> str:
-        if value not in allowed:
-            raise ValueError(f"expected one of {', '.join(allowed)}")
-        return str(value)
-
-    return check
 
 
 def _params(value: Any) -> SamplingParams:
@@ -135,11 +49,11 @@ def _topic(value: Any) -> str:
     return value
 
 
-_REQUEST_ID = _text(128)
-_COUNT = _integer(0, 2**53)
+_REQUEST_ID = checks.text(128)
+_COUNT = checks.integer(0, 2**53)
 
 
-def _wire(check: Check, **kwargs: Any) -> Any:
+def _wire(check: checks.Check, **kwargs: Any) -> Any:
     return field(metadata={"check": check}, **kwargs)
 
 
@@ -159,9 +73,9 @@ class Usage:
 class Timings:
     """Where one request's time went, in seconds, by the worker's monotonic clock."""
 
-    queue_s: float = _wire(_number, default=0.0)
-    prefill_s: float = _wire(_number, default=0.0)
-    decode_s: float = _wire(_number, default=0.0)
+    queue_s: float = _wire(checks.number, default=0.0)
+    prefill_s: float = _wire(checks.number, default=0.0)
+    decode_s: float = _wire(checks.number, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +90,9 @@ class Accepted:
 class Logprobs:
     """Log-probabilities by the model's own logits: of one token, and of the likeliest ones in its place."""
 
-    logprob: float = _wire(_number)
-    top_ids: list[int] = _wire(_token_ids(MAX_LOGPROBS), default_factory=list)
-    top_logprobs: list[float] = _wire(_list_of(_number, MAX_LOGPROBS), default_factory=list)
+    logprob: float = _wire(checks.number)
+    top_ids: list[int] = _wire(checks.token_ids(MAX_LOGPROBS), default_factory=list)
+    top_logprobs: list[float] = _wire(checks.list_of(checks.number, MAX_LOGPROBS), default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +105,10 @@ class Tokens:
     TYPE: ClassVar[str] = "tokens"
     id: str = _wire(_REQUEST_ID)
     pos: int = _wire(_COUNT)
-    ids: list[int] = _wire(_token_ids(MAX_TOKENS))
-    logprobs: list[Logprobs] = _wire(_list_of(lambda value: _unpack(Logprobs, value), MAX_TOKENS), default_factory=list)
+    ids: list[int] = _wire(checks.token_ids(MAX_TOKENS))
+    logprobs: list[Logprobs] = _wire(
+        checks.list_of(lambda value: _unpack(Logprobs, value), MAX_TOKENS), default_factory=list
+    )
 
     def __post_init__(self) -> None:
         if self.logprobs and len(self.logprobs) != len(self.ids):
@@ -210,7 +126,7 @@ class PromptLogprobs:
 
     TYPE: ClassVar[str] = "prompt_logprobs"
     id: str = _wire(_REQUEST_ID)
-    logprobs: list[Logprobs] = _wire(_list_of(lambda value: _unpack(Logprobs, value), MAX_TOKENS))
+    logprobs: list[Logprobs] = _wire(checks.list_of(lambda value: _unpack(Logprobs, value), MAX_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +135,7 @@ class Finished:
 
     TYPE: ClassVar[str] = "finished"
     id: str = _wire(_REQUEST_ID)
-    reason: str = _wire(_one_of("stop", "length", "cancelled"))
+    reason: str = _wire(checks.one_of("stop", "length", "cancelled"))
     usage: Usage = _wire(lambda value: _unpack(Usage, value))
     timings: Timings = _wire(lambda value: _unpack(Timings, value), default_factory=Timings)
 
@@ -231,8 +147,8 @@ class Failed:
     TYPE: ClassVar[str] = "failed"
     id: str = _wire(_REQUEST_ID)
     code: ErrorCode = _wire(ErrorCode)
-    message: str = _wire(_text(4096))
-    retryable: bool = _wire(_boolean, default=False)
+    message: str = _wire(checks.text(4096))
+    retryable: bool = _wire(checks.boolean, default=False)
 
     @classmethod
     def of(cls, request_id: str, error: RequestError) -> "Failed":
@@ -267,18 +183,18 @@ class Submit:
     TYPE: ClassVar[str] = "submit"
     id: str = _wire(_REQUEST_ID)
     topic: str = _wire(_topic)
-    prompt_ids: list[int] = _wire(_token_ids(MAX_TOKENS))
+    prompt_ids: list[int] = _wire(checks.token_ids(MAX_TOKENS))
     params: SamplingParams = _wire(_params)
-    max_tokens: int = _wire(_integer(1, MAX_TOKENS))
-    stop_token_ids: list[int] = _wire(_token_ids(1024), default_factory=list)
-    ignore_eos: bool = _wire(_boolean, default=False)
-    priority: int = _wire(_integer(-(2**31), 2**31 - 1), default=0)
-    tenant: str = _wire(_text(256), default="")
-    deadline: float | None = _wire(_optional(_number), default=None)
-    grammar: str | None = _wire(_optional(_text(1024 * 1024)), default=None)
-    generated_ids: list[int] = _wire(_token_ids(MAX_TOKENS), default_factory=list)
-    num_logprobs: int | None = _wire(_optional(_integer(0, MAX_LOGPROBS)), default=None)
-    prompt_logprobs: bool = _wire(_boolean, default=False)
+    max_tokens: int = _wire(checks.integer(1, MAX_TOKENS))
+    stop_token_ids: list[int] = _wire(checks.token_ids(1024), default_factory=list)
+    ignore_eos: bool = _wire(checks.boolean, default=False)
+    priority: int = _wire(checks.integer(-(2**31), 2**31 - 1), default=0)
+    tenant: str = _wire(checks.text(256), default="")
+    deadline: float | None = _wire(checks.optional(checks.number), default=None)
+    grammar: str | None = _wire(checks.optional(checks.text(1024 * 1024)), default=None)
+    generated_ids: list[int] = _wire(checks.token_ids(MAX_TOKENS), default_factory=list)
+    num_logprobs: int | None = _wire(checks.optional(checks.integer(0, MAX_LOGPROBS)), default=None)
+    prompt_logprobs: bool = _wire(checks.boolean, default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +203,7 @@ class Cancel:
 
     TYPE: ClassVar[str] = "cancel"
     id: str = _wire(_REQUEST_ID)
-    reason: str = _wire(_text(256), default="")
+    reason: str = _wire(checks.text(256), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +220,8 @@ class Resync:
 
     TYPE: ClassVar[str] = "resync"
     topic: str = _wire(_topic)
-    incarnation: str = _wire(_text(64))
-    requests: list[Have] = _wire(_list_of(lambda value: _unpack(Have, value), 1_000_000))
+    incarnation: str = _wire(checks.text(64))
+    requests: list[Have] = _wire(checks.list_of(lambda value: _unpack(Have, value), 1_000_000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,21 +229,21 @@ class Batch:
     """worker → one topic, at most one a step."""
 
     TYPE: ClassVar[str] = "batch"
-    incarnation: str = _wire(_text(64))
-    seq: int = _wire(_integer(1, 2**53))
-    events: list[Event] = _wire(_list_of(_event, 1_000_000))
+    incarnation: str = _wire(checks.text(64))
+    seq: int = _wire(checks.integer(1, 2**53))
+    events: list[Event] = _wire(checks.list_of(_event, 1_000_000))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The served model and its limits. `path` is the local folder with tokenizer.json, config and chat template."""
 
-    id: str = _wire(_text(1024))
-    path: str = _wire(_text(4096))
+    id: str = _wire(checks.text(1024))
+    path: str = _wire(checks.text(4096))
     max_model_len: int = _wire(_COUNT)
     vocab_size: int = _wire(_COUNT)
-    eos_token_ids: list[int] = _wire(_token_ids(1024), default_factory=list)
-    details: dict[str, Any] = _wire(_map_of(_scalar, 64), default_factory=dict)
+    eos_token_ids: list[int] = _wire(checks.token_ids(1024), default_factory=list)
+    details: dict[str, Any] = _wire(checks.map_of(checks.scalar, 64), default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,17 +256,17 @@ class Heartbeat:
     """
 
     TYPE: ClassVar[str] = "heartbeat"
-    incarnation: str = _wire(_text(64))
-    state: str = _wire(_one_of("loading", "ready", "draining"))
+    incarnation: str = _wire(checks.text(64))
+    state: str = _wire(checks.one_of("loading", "ready", "draining"))
     seq: int = _wire(_COUNT)
-    model: ModelInfo | None = _wire(_optional(lambda value: _unpack(ModelInfo, value)))
+    model: ModelInfo | None = _wire(checks.optional(lambda value: _unpack(ModelInfo, value)))
     step: int = _wire(_COUNT)
-    step_age_s: float = _wire(_number)
+    step_age_s: float = _wire(checks.number)
     running: int = _wire(_COUNT)
     waiting: int = _wire(_COUNT)
     kv_blocks_used: int = _wire(_COUNT)
     kv_blocks_total: int = _wire(_COUNT)
-    counters: dict[str, int] = _wire(_map_of(_COUNT, 256), default_factory=dict)
+    counters: dict[str, int] = _wire(checks.map_of(_COUNT, 256), default_factory=dict)
 
 
 ToWorker = Submit | Cancel | Resync

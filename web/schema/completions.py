@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from common.wire import MAX_LOGPROBS, MAX_TOKEN_ID
+from common.checks import MAX_TOKEN_ID
+from common.wire import MAX_LOGPROBS
 from web.schema.base import BRANCH, Text, complaint, neutral
 from web.schema.generation import GenerationRequest
 

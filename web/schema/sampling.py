@@ -5,9 +5,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from common.checks import MAX_TOKEN_ID
 from common.ids import new_seed
 from common.params import MAX_BIAS, MAX_LISTED, SamplingParams
-from common.wire import MAX_TOKEN_ID
 from web.schema.base import RequestSchema, Text, complaint, in_range
 
 MAX_CHOICES = 128
