@@ -1,6 +1,5 @@
 """Answers over HTTP, with a worker in memory: whole and streamed, and what ends them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from tests.support.api import (
     ANSWER,
     HELLO,
     TOKENIZER,
-    Api,
     MakeApi,
     events,
     finish_reasons,
@@ -20,23 +18,12 @@ from tests.support.api import (
 from tests.support.fake_link import say
 from tests.support.tiny_tokenizer import IM_END, IM_START
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_tokenizer.write(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def make(folder: Path) -> MakeApi:
-    return lambda **link: Api(link.pop("folder", folder), **link)
-
-
 # --- whole answers ---
 
 
-def test_a_whole_chat_answer(make: MakeApi) -> None:
+def test_a_whole_chat_answer(make_api: MakeApi) -> None:
     """Every member that OpenAI's clients read is there, and the counts are the real ones."""
-    api = make(cached_tokens=4)
+    api = make_api(cached_tokens=4)
     response = api.chat(model="tiny")
     body = response.get_json()
     assert body.pop("id").startswith("chatcmpl-")
@@ -64,9 +51,9 @@ def test_a_whole_chat_answer(make: MakeApi) -> None:
     assert api.link.groups[-1].closed
 
 
-def test_a_whole_text_answer(make: MakeApi) -> None:
+def test_a_whole_text_answer(make_api: MakeApi) -> None:
     """The same for text completions."""
-    body = make().text(max_tokens=3).get_json()
+    body = make_api().text(max_tokens=3).get_json()
     assert (body["object"], body["id"][:5]) == ("text_completion", "cmpl-")
     (choice,) = body["choices"]
     assert choice == {"index": 0, "text": "hello ", "logprobs": None, "finish_reason": "length"}
@@ -74,9 +61,9 @@ def test_a_whole_text_answer(make: MakeApi) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_prompts(make: MakeApi, stream: bool) -> None:
+def test_several_prompts(make_api: MakeApi, stream: bool) -> None:
     """A list of prompts gives a choice for each, by its index; streamed or not."""
-    api = make(next_id=lambda spec, done: None if len(done) == len(spec.prompt_ids) else spec.prompt_ids[len(done)])
+    api = make_api(next_id=lambda spec, done: None if len(done) == len(spec.prompt_ids) else spec.prompt_ids[len(done)])
     response = api.text(["one", "two words", "three"], stream=stream)
     if stream:
         chunks = events(response)
@@ -89,12 +76,12 @@ def test_several_prompts(make: MakeApi, stream: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_answers(make: MakeApi, kind: str, stream: bool) -> None:
+def test_several_answers(make_api: MakeApi, kind: str, stream: bool) -> None:
     """n gives n choices to each prompt, each drawn with a seed of its own; the prompt counts once.
 
     The first is what n = 1 would have given.
     """
-    api = make(next_id=lambda spec, done: None if done else 300 + spec.params.seed, cached_tokens=1)
+    api = make_api(next_id=lambda spec, done: None if done else 300 + spec.params.seed, cached_tokens=1)
     fields = {"n": 3, "seed": 7, "stream": stream}
     if stream:
         fields["stream_options"] = {"include_usage": True}
@@ -120,9 +107,9 @@ def test_several_answers(make: MakeApi, kind: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
-def test_prompts_of_token_ids(make: MakeApi, prompt: Any) -> None:
+def test_prompts_of_token_ids(make_api: MakeApi, prompt: Any) -> None:
     """Token ids reach the worker as they are."""
-    api = make()
+    api = make_api()
     assert api.text(prompt).status_code == 200
     assert api.spec.prompt_ids == [1, 2, 3]
 
@@ -132,9 +119,9 @@ def test_prompts_of_token_ids(make: MakeApi, prompt: Any) -> None:
 
 @pytest.mark.parametrize("per_step", [1, 3, 100])
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_a_stream_is_the_whole_answer_in_pieces(make: MakeApi, kind: str, per_step: int) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(make_api: MakeApi, kind: str, per_step: int) -> None:
     """Joined deltas equal the whole text; no U+FFFD; one finish reason; line separators do not cut a line in two."""
-    api = make(per_step=per_step)
+    api = make_api(per_step=per_step)
     response = getattr(api, kind)(stream=True)
     assert response.mimetype == "text/event-stream"
     assert (response.headers["Cache-Control"], response.headers["X-Accel-Buffering"]) == ("no-cache", "no")
@@ -148,9 +135,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(make: MakeApi, kind: str, per_st
     assert api.link.groups[-1].closed
 
 
-def test_the_form_of_chat_chunks(make: MakeApi) -> None:
+def test_the_form_of_chat_chunks(make_api: MakeApi) -> None:
     """The role first, then content, then the finish reason with an empty delta, as OpenAI sends them."""
-    chunks = [chunk["choices"][0] for chunk in events(make(next_id=say(ids_of("hello"))).chat(stream=True))]
+    chunks = [chunk["choices"][0] for chunk in events(make_api(next_id=say(ids_of("hello"))).chat(stream=True))]
     assert chunks == [
         {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},
         {"index": 0, "delta": {"content": "hello"}, "logprobs": None, "finish_reason": None},
@@ -159,24 +146,24 @@ def test_the_form_of_chat_chunks(make: MakeApi) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_usage_in_a_stream(make: MakeApi, kind: str) -> None:
+def test_usage_in_a_stream(make_api: MakeApi, kind: str) -> None:
     """With include_usage the last chunk alone has counts and no choices; the others say null."""
-    api = make(cached_tokens=2)
+    api = make_api(cached_tokens=2)
     *chunks, last = events(getattr(api, kind)(stream=True, stream_options={"include_usage": True}))
     assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
     assert last["choices"] == []
     assert last["usage"] == getattr(api, kind)().get_json()["usage"]
 
 
-def test_what_is_merged_comes_as_one_chunk(make: MakeApi) -> None:
+def test_what_is_merged_comes_as_one_chunk(make_api: MakeApi) -> None:
     """Tokens that arrive together leave together: a slow client costs few chunks."""
-    chunks = events(make(per_step=100).chat(stream=True))
+    chunks = events(make_api(per_step=100).chat(stream=True))
     assert sum(bool(chunk["choices"][0]["delta"].get("content")) for chunk in chunks) == 1
 
 
-def test_pings_keep_a_silent_stream_alive(make: MakeApi) -> None:
+def test_pings_keep_a_silent_stream_alive(make_api: MakeApi) -> None:
     """While nothing is there to say, a comment shows that the connection lives."""
-    api = make(pings=True)
+    api = make_api(pings=True)
     assert b"\n\n: ping\n\n" in api.chat(stream=True).get_data()
     assert joined(events(api.chat(stream=True))) == ANSWER
     assert api.chat().get_json()["choices"][0]["message"]["content"] == ANSWER
@@ -201,9 +188,9 @@ def test_pings_keep_a_silent_stream_alive(make: MakeApi) -> None:
         ("ends with a sto", "stop", "ends with a sto"),
     ],
 )
-def test_stop_strings(make: MakeApi, answer: str, stop: Any, text: str, stream: bool, per_step: int) -> None:
+def test_stop_strings(make_api: MakeApi, answer: str, stop: Any, text: str, stream: bool, per_step: int) -> None:
     """Matched across token borders, the text is cut before, the worker stops, and the tokens up to it count."""
-    api = make(next_id=say(ids_of(answer + " endless" * 20)), per_step=per_step)
+    api = make_api(next_id=say(ids_of(answer + " endless" * 20)), per_step=per_step)
     fields = {"stop": stop, "max_tokens": max(len(ids_of(answer)), 1)}
     if stream:
         chunks = events(api.chat(stream=True, stream_options={"include_usage": True}, **fields))
@@ -223,9 +210,9 @@ def test_stop_strings(make: MakeApi, answer: str, stop: Any, text: str, stream: 
     assert usage["completion_tokens"] == needed
 
 
-def test_a_stop_string_cancels_only_its_own_choice(make: MakeApi) -> None:
+def test_a_stop_string_cancels_only_its_own_choice(make_api: MakeApi) -> None:
     """The other choices of the request go on to their ends."""
-    api = make(next_id=lambda spec, done: (spec.prompt_ids * 3 + [None])[len(done)])
+    api = make_api(next_id=lambda spec, done: (spec.prompt_ids * 3 + [None])[len(done)])
     body = api.text(["hello", "world"], stop="hello").get_json()
     assert [(choice["text"], choice["finish_reason"]) for choice in body["choices"]] == [
         ("", "stop"),
@@ -234,16 +221,16 @@ def test_a_stop_string_cancels_only_its_own_choice(make: MakeApi) -> None:
     assert list(api.link.groups[-1].cancelled) == [0]
 
 
-def test_a_control_token_as_stop_string(make: MakeApi) -> None:
+def test_a_control_token_as_stop_string(make_api: MakeApi) -> None:
     """It ends the answer when the model gives that token, and is not seen; its letters end the answer as well."""
     control = TOKENIZER.token_to_id(IM_START)
-    api = make(next_id=say([*ids_of("yes"), control, *ids_of("no")]))
+    api = make_api(next_id=say([*ids_of("yes"), control, *ids_of("no")]))
     choice = api.chat(stop=IM_START, ignore_eos=True).get_json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("yes", "stop")
     assert api.spec.stop_token_ids == [control]
     plain = tiny_tokenizer.build()
     plain.encode_special_tokens = True
-    letters = make(next_id=say(plain.encode(f"yes{IM_START}no").ids))
+    letters = make_api(next_id=say(plain.encode(f"yes{IM_START}no").ids))
     assert letters.chat(stop=[IM_START]).get_json()["choices"][0]["message"]["content"] == "yes"
 
 
@@ -262,9 +249,9 @@ def test_a_control_token_as_stop_string(make: MakeApi) -> None:
         ({}, "hi hello again"),
     ],
 )
-def test_what_is_seen_of_an_end(make: MakeApi, fields: dict[str, Any], text: str, stream: bool) -> None:
+def test_what_is_seen_of_an_end(make_api: MakeApi, fields: dict[str, Any], text: str, stream: bool) -> None:
     """Stop strings and tokens are kept when asked for, and looked for after min_tokens; so are control tokens."""
     plain = [*ids_of("hi "), *HELLO, *ids_of(IM_END), *ids_of(" again")]
-    response = make(next_id=say(plain)).chat(stream=stream, **fields)
+    response = make_api(next_id=say(plain)).chat(stream=stream, **fields)
     seen = joined(events(response)) if stream else response.get_json()["choices"][0]["message"]["content"]
     assert seen == text

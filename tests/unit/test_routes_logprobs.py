@@ -5,16 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import tiny_tokenizer
 from tests.support.api import ANSWER, TOKENIZER, Api, check_error, events, ids_of
 from tests.support.fake_link import say
 from tests.support.fake_runner import fake_logprobs
 from tests.support.tiny_tokenizer import IM_END
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_tokenizer.write(tmp_path_factory.mktemp("model"))
 
 
 def chat(api: Api, stream: bool, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
@@ -52,9 +46,9 @@ def completion(api: Api, stream: bool, **fields: Any) -> tuple[str, dict[str, li
 
 @pytest.mark.parametrize("per_step", [1, 2, 100])
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat(folder: Path, stream: bool, per_step: int) -> None:
+def test_chat(text_folder: Path, stream: bool, per_step: int) -> None:
     """One entry for each token, with its bytes; characters spread over tokens have their bytes in each."""
-    api = Api(folder, per_step=per_step)
+    api = Api(text_folder, per_step=per_step)
     text, entries = chat(api, stream, top_logprobs=2)
     assert text == ANSWER
     ids = ids_of(ANSWER)
@@ -68,18 +62,18 @@ def test_chat(folder: Path, stream: bool, per_step: int) -> None:
         assert entry["top_logprobs"][0] == {"token": entry["token"], "logprob": -0.5, "bytes": entry["bytes"]}
 
 
-def test_chat_without_top_logprobs(folder: Path) -> None:
-    _, entries = chat(Api(folder), False)
+def test_chat_without_top_logprobs(text_folder: Path) -> None:
+    _, entries = chat(Api(text_folder), False)
     assert all(entry["top_logprobs"] == [] for entry in entries)
-    assert Api(folder).chat().get_json()["choices"][0]["logprobs"] is None
+    assert Api(text_folder).chat().get_json()["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 100])
 @pytest.mark.parametrize("stream", [False, True])
-def test_completions(folder: Path, stream: bool, per_step: int) -> None:
+def test_completions(text_folder: Path, stream: bool, per_step: int) -> None:
     """Four lists of the same length; the tokens joined are the text, each at its offset."""
     answer = "hello world and 42 more"
-    api = Api(folder, next_id=say(ids_of(answer)), per_step=per_step)
+    api = Api(text_folder, next_id=say(ids_of(answer)), per_step=per_step)
     text, logprobs = completion(api, stream, logprobs=3)
     assert text == "".join(logprobs["tokens"]) == answer
     for token, offset, top in zip(logprobs["tokens"], logprobs["text_offset"], logprobs["top_logprobs"], strict=True):
@@ -105,9 +99,9 @@ def test_completions(folder: Path, stream: bool, per_step: int) -> None:
         ("emoji 😀 cut", "cut"),
     ],
 )
-def test_an_answer_cut_by_a_stop_string(folder: Path, answer: str, stop: Any, stream: bool, per_step: int) -> None:
+def test_an_answer_cut_by_a_stop_string(text_folder: Path, answer: str, stop: Any, stream: bool, per_step: int) -> None:
     """The entries are those of the text that was answered, no more, no less; of a token cut in two the first part."""
-    api = Api(folder, next_id=say(ids_of(answer + " endless" * 9)), per_step=per_step)
+    api = Api(text_folder, next_id=say(ids_of(answer + " endless" * 9)), per_step=per_step)
     fields = {"stop": stop, "max_tokens": len(ids_of(answer))}
     text, entries = chat(api, stream, **fields)
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == text
@@ -118,24 +112,24 @@ def test_an_answer_cut_by_a_stop_string(folder: Path, answer: str, stop: Any, st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_ends_in_half_a_character(folder: Path, stream: bool) -> None:
+def test_an_answer_that_ends_in_half_a_character(text_folder: Path, stream: bool) -> None:
     """What is not in the text is not in the logprobs."""
     ids = ids_of("hi 😀")[:-1]
-    text, entries = chat(Api(folder, next_id=say(ids)), stream)
+    text, entries = chat(Api(text_folder, next_id=say(ids)), stream)
     assert (text, b"".join(bytes(entry["bytes"]) for entry in entries)) == ("hi ", b"hi ")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_control_tokens_have_no_entry(folder: Path, stream: bool) -> None:
+def test_control_tokens_have_no_entry(text_folder: Path, stream: bool) -> None:
     """They have no text, unless it was asked for."""
     plain = [*ids_of("hi"), *ids_of(IM_END), *ids_of(" again")]
     for fields, wanted in (({}, "hi again"), ({"skip_special_tokens": False}, f"hi{IM_END} again")):
-        text, entries = chat(Api(folder, next_id=say(plain)), stream, **fields)
+        text, entries = chat(Api(text_folder, next_id=say(plain)), stream, **fields)
         assert text == b"".join(bytes(entry["bytes"]) for entry in entries).decode() == wanted
 
 
-def test_each_choice_has_its_own(folder: Path) -> None:
-    api = Api(folder, next_id=lambda spec, done: None if len(done) == 3 else 300 + spec.params.seed + len(done))
+def test_each_choice_has_its_own(text_folder: Path) -> None:
+    api = Api(text_folder, next_id=lambda spec, done: None if len(done) == 3 else 300 + spec.params.seed + len(done))
     choices = api.chat(n=3, seed=5, logprobs=True).get_json()["choices"]
     for choice in choices:
         joined = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
@@ -148,9 +142,9 @@ def test_each_choice_has_its_own(folder: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["hi 😀 you", ["hi 😀 you"], ids_of("hi 😀 you")])
-def test_echo(folder: Path, stream: bool, prompt: Any) -> None:
+def test_echo(text_folder: Path, stream: bool, prompt: Any) -> None:
     """The prompt's text, then the answer's; a stop string in the prompt stops nothing."""
-    api = Api(folder)
+    api = Api(text_folder)
     response = api.text(prompt, echo=True, stream=stream, stop="hi")
     if stream:
         text = "".join(chunk["choices"][0]["text"] for chunk in events(response))
@@ -164,10 +158,10 @@ def test_echo(folder: Path, stream: bool, prompt: Any) -> None:
 
 @pytest.mark.parametrize("per_step", [1, 100])
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_with_logprobs(folder: Path, stream: bool, per_step: int) -> None:
+def test_echo_with_logprobs(text_folder: Path, stream: bool, per_step: int) -> None:
     """Tokens joined are prompt and text, offsets right, the first logprob null: lm-eval reads loglikelihoods so."""
     answer, prompt = " and more text", [*ids_of("hello "), *ids_of(IM_END), *ids_of("world")]
-    api = Api(folder, next_id=say([*ids_of(answer), *ids_of(IM_END)]), per_step=per_step)
+    api = Api(text_folder, next_id=say([*ids_of(answer), *ids_of(IM_END)]), per_step=per_step)
     text, logprobs = completion(api, stream, prompt=prompt, echo=True, logprobs=1)
     assert text == "".join(logprobs["tokens"]) == "hello world" + answer
     # One entry for each token, the control tokens with no text: clients count them.
@@ -179,17 +173,17 @@ def test_echo_with_logprobs(folder: Path, stream: bool, per_step: int) -> None:
         assert text[offset : offset + len(token)] == token
 
 
-def test_echo_of_several_prompts_and_answers(folder: Path) -> None:
-    api = Api(folder, next_id=say(ids_of(" ok")))
+def test_echo_of_several_prompts_and_answers(text_folder: Path) -> None:
+    api = Api(text_folder, next_id=say(ids_of(" ok")))
     body = api.text(["hello", "you"], echo=True, logprobs=0, n=2).get_json()
     assert [choice["text"] for choice in body["choices"]] == ["hello ok", "hello ok", "you ok", "you ok"]
     for choice in body["choices"]:
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
-def test_logprobs_of_a_prompt_have_a_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_of_a_prompt_have_a_bound(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("web.prepare.MAX_PROMPT_LOGPROBS", 60)
-    api = Api(folder)
+    api = Api(text_folder)
     assert api.text([1] * 10, echo=True, logprobs=5).status_code == 200
     check_error(api.text([1] * 11, echo=True, logprobs=5), 400, "logprobs")
     assert api.text([1] * 11, logprobs=5).status_code == 200

@@ -12,9 +12,9 @@ from tests.support.api import CONTEXT, HI, TOKENIZER, Api, check_error, ids_of
 from tests.support.tiny_tokenizer import BOS, IM_END, IM_START
 
 
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Api:
-    return Api(tiny_tokenizer.write(tmp_path_factory.mktemp("model")))
+@pytest.fixture
+def api(text_folder: Path) -> Api:
+    return Api(text_folder)
 
 
 def post(api: Api, path: str, body: Any) -> TestResponse:
