@@ -13,7 +13,8 @@ from common.wire import Logprobs
 class ScoredToken:
     """A token of an answer, or of the prompt before it.
 
-    text: what it added to the text: nothing for a control token, None where it shares a character with its neighbours.
+    text: what it added to the text: nothing for a control token or half a character at the end, None where it shares a
+    character with its neighbours.
     offset: where that begins in the text, in characters. logprobs: None for the first token of a prompt.
     """
 
@@ -53,6 +54,10 @@ class TokenLedger:
         self._told += len(text)
         if ended and self._told > self._decoded and self._unfinished:
             self.add(*self._unfinished.pop(), text[self._decoded - self._told :])
+        if ended:  # what the length limit cut off has no text, but it was generated
+            for token_id, logprobs in self._unfinished:
+                self.add_control_token(token_id, logprobs)
+            self._unfinished = []
         told: list[ScoredToken] = []
         while self._waiting:
             token, end = self._waiting[0]

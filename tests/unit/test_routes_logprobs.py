@@ -113,10 +113,15 @@ def test_an_answer_cut_by_a_stop_string(text_folder: Path, answer: str, stop: An
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_ends_in_half_a_character(text_folder: Path, stream: bool) -> None:
-    """What is not in the text is not in the logprobs."""
+    """What is not in the text is not in a chat's logprobs. A text completion counts it, with no text: lm-eval relies on
+    one entry for each token."""
     ids = ids_of("hi 😀")[:-1]
-    text, entries = chat(Api(text_folder, next_id=say(ids)), stream)
+    api = Api(text_folder, next_id=say(ids))
+    text, entries = chat(api, stream)
     assert (text, b"".join(bytes(entry["bytes"]) for entry in entries)) == ("hi ", b"hi ")
+    text, logprobs = completion(api, stream, logprobs=0)
+    assert (text, "".join(logprobs["tokens"])) == ("hi ", "hi ")
+    assert len(logprobs["tokens"]) == len(ids)
 
 
 @pytest.mark.parametrize("stream", [False, True])
