@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve chat pull models test test-unit lint format chaos load bench-peers install install-dev clean
+.PHONY: help serve chat pull models test test-unit test-clients lint format chaos load bench-peers install install-dev clean
 
 help: ## list the targets
 	@echo 'Usage: make TARGET [VARIABLE=value]'
@@ -37,6 +37,9 @@ test: lint pull ## check the style and run all tests: PYTEST_ARGS='tests/unit -k
 
 test-unit: install-dev ## run the tests that need neither torch nor sockets; seconds
 	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+test-clients: install-dev ## run real client programs against a server; each gets an environment of its own
+	@$(BIN)/python -m pytest tests/clients $(PYTEST_ARGS)
 
 lint: install-dev ## ruff and mypy
 	@$(BIN)/ruff check .
