@@ -155,6 +155,33 @@ def test_answers_are_those_of_the_model(make_rig: MakeRig, tmp_path: Path, strea
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (10, 250)
 
 
+def test_four_answers_to_a_long_prompt_cost_one_prefill(make_rig: MakeRig, tmp_path: Path) -> None:
+    """By what the worker counts: three of the four find all full blocks of the prompt, computed once and held once."""
+    rig = start(make_rig, tmp_path, step_delay_s=0.02, block_size=16, prefix_caching=1)
+    most_used = 0
+
+    def watch() -> None:
+        nonlocal most_used
+        while not done.is_set():
+            most_used = max(most_used, rig.observer.heartbeat().kv_blocks_used)
+
+    done = threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        status, body = ask(rig, TEXT, prompt=ids(1) * 500, max_tokens=60, n=4, seed=1)
+    finally:
+        done.set()
+        watcher.join(30)
+    assert status == 200
+    assert body["usage"]["prompt_tokens"] == 1000
+    assert body["usage"]["completion_tokens"] == 4 * 60
+    counters = rig.observer.heartbeat().counters
+    full_blocks, tail_blocks = 999 // 16, 5
+    assert counters["prefix_hit_tokens"] == 3 * full_blocks * 16
+    assert full_blocks < most_used <= full_blocks + 4 * tail_blocks
+
+
 def test_logprobs_cross_the_wire(make_rig: MakeRig, tmp_path: Path) -> None:
     """Of prompt and answer, for several answers at once, streamed and not: the same, whole and in order."""
     rig = start(make_rig, tmp_path)

@@ -44,6 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=100_000)
     parser.add_argument("--num-blocks", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--prefix-caching", type=int, default=0, help="1: share the blocks of equal prefixes")
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--step-delay-s", type=float, default=0.0, help="how long each step takes")
     parser.add_argument("--load-delay-s", type=float, default=0.0, help="how long the model takes to load")
@@ -64,7 +65,7 @@ def build(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
         vocab_size=args.vocab_size,
         eos_token_ids=frozenset({EOS_TOKEN_ID}),
     )
-    cache = KVCacheManager(args.num_blocks, args.block_size, prefix_caching=False)
+    cache = KVCacheManager(args.num_blocks, args.block_size, bool(args.prefix_caching))
     engine = Engine(Scheduler(config, cache), FakeRunner(args.vocab_size, args.step_delay_s, frozenset(args.raise_on)))
     model = ModelInfo(args.model_id, args.model_path, engine.max_model_len, args.vocab_size, [EOS_TOKEN_ID])
     return engine, model
