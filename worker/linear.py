@@ -1,6 +1,7 @@
 """Linear layers on the CPU: weights packed once at load for fast products whose bits do not depend on the batch.
 
-`none`  float32. The product pads its rows to 16: below that the library takes other kernels with other last bits.
+`none`  float32, in products of exactly 16 or 64 rows: the library takes other kernels, with other last bits, for other
+        numbers of rows, and which ones depends on the processor.
 `fp16`  fbgemm's half-precision weights, float32 activations and sums: half the memory traffic, any number of rows.
 `int8`  int8 weights (per output channel); activations quantised row by row, to 8 or 15 bits by the layer's part in the
         error. Layers of under a million weights stay fp16.
@@ -18,8 +19,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-MIN_ROWS = 16
-"""Rows of a float32 product; below 12 its last bits were seen to depend on the number of rows."""
+TILE_ROWS = 16
+"""Rows of a float32 product, always: with other numbers a row's last bits were seen to change, and for some rows only."""
+
+LARGE_TILE_ROWS = 64
+"""Rows of a float32 product of many rows, on processors where it was seen to give the same bits."""
 
 FP16_MAX = 65504.0
 """Largest number of half precision: a layer with a weight beyond it stays float32."""
@@ -39,8 +43,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
 
 
-class RowPaddedLinear(PackedLinear):
-    """A float32 layer that always multiplies at least MIN_ROWS rows."""
+class TiledLinear(PackedLinear):
+    """A float32 layer that multiplies TILE_ROWS or LARGE_TILE_ROWS rows at a time, padded with zeros."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__(weight, bias)
@@ -50,10 +54,31 @@ class RowPaddedLinear(PackedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T + bias for x [..., in_features]."""
         flat = x.reshape(-1, self.in_features)
-        rows = flat.shape[0]
-        if rows < MIN_ROWS:
-            flat = functional.pad(flat, (0, 0, 0, MIN_ROWS - rows))
-        return functional.linear(flat, self.weight, self.bias)[:rows].view(*x.shape[:-1], self.out_features)
+        rows = len(flat)
+        large = LARGE_TILE_ROWS if rows > TILE_ROWS and large_tiles_agree(self.weight) else TILE_ROWS
+        whole = rows - rows % large
+        tiles = list(flat[:whole].split(large)) if whole else []
+        if rest := rows - whole:
+            tile = TILE_ROWS if rest <= large // 2 else large
+            tiles += functional.pad(flat[whole:], (0, 0, 0, -rest % tile)).split(tile)
+        products = [functional.linear(tile, self.weight, self.bias) for tile in tiles]
+        y = products[0] if len(products) == 1 else torch.cat(products) if products else flat.new_empty(0, len(self.weight))
+        return y[:rows].view(*x.shape[:-1], self.out_features)
+
+
+_LARGE_TILES_AGREE: dict[torch.Size, bool] = {}
+
+
+def large_tiles_agree(weight: torch.Tensor) -> bool:
+    """Return whether each row of a large product has the bits it has in a small one, tried once for a weight's shape.
+
+    Call it from the thread that multiplies: the number of threads decides which kernels are taken.
+    """
+    if weight.shape not in _LARGE_TILES_AGREE:
+        x = torch.randn(LARGE_TILE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        small = torch.cat([functional.linear(tile, weight) for tile in x.split(TILE_ROWS)])
+        _LARGE_TILES_AGREE[weight.shape] = torch.equal(functional.linear(x, weight), small)
+    return _LARGE_TILES_AGREE[weight.shape]
 
 
 class Fp16Linear(PackedLinear):
@@ -196,7 +221,7 @@ def packed(
     """
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     if kind == "none" or not largest <= FP16_MAX:  # true of NaN too
-        return RowPaddedLinear(weight, bias)
+        return TiledLinear(weight, bias)
     if kind == "fp16" or weight.numel() < int8_min_weights:
         return Fp16Linear(weight, bias)
     if not HAS_VNNI:

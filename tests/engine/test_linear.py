@@ -1,6 +1,9 @@
 """Packed linear layers: close to float32, the same bits for a row in any batch, nothing overflows."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -11,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from worker import linear
 from worker.activation import GRAIN, VECTOR, AlignedActivation, align_activations, aligned_size
-from worker.linear import FbgemmProduct, Fp16Linear, Int8Linear, OnednnProduct, RowPaddedLinear, pack_linears, packed
+from worker.linear import FbgemmProduct, Fp16Linear, Int8Linear, OnednnProduct, TiledLinear, pack_linears, packed
 
 TOLERANCE = {"none": 1e-5, "fp16": 2e-3, "int8 two onednn": 5e-2, "int8 two fbgemm": 5e-2, "int8 one fbgemm": 0.1}
 """Largest error allowed, in standard deviations of the exact result; the weights' part of it is 4e-2 in int8."""
@@ -61,6 +64,28 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(kind, shape):
     for rows in (1, 2, 3, 7, 12, 15, 16, 17, 31, 33, 64, 65, 127):
         for first in (0, 5):
             assert torch.equal(made(x[first : first + rows][None])[0], whole[first : first + rows]), rows
+
+
+def test_bits_hold_with_other_kernels_too():
+    """Intel's library picks kernels by processor; its mode for any processor stands in for those not at hand."""
+    kernels = os.environ | {"MKL_CBWR": "COMPATIBLE"}
+    test = f"{__file__}::{test_bits_of_a_row_do_not_depend_on_the_batch.__name__}"
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", test, "-k", "none"], env=kernels, capture_output=True)
+    assert run.returncode == 0, run.stdout.decode()
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_large_tiles_serve_only_where_they_agree(agree, monkeypatch):
+    made, weight, offset = layer("none", 8, 4)
+    monkeypatch.setattr(linear, "large_tiles_agree", lambda weight: agree)
+    sizes = []
+    monkeypatch.setattr(linear.functional, "linear", lambda x, *rest: sizes.append(len(x)) or x @ rest[0].T + rest[1])
+    for rows in (0, 1, 16, 17, 48, 64, 65, 130):
+        x = torch.randn(rows, 4)
+        assert torch.allclose(made(x), x @ weight.T + offset)
+    small, large = linear.TILE_ROWS, linear.LARGE_TILE_ROWS
+    assert sizes.count(large) == (5 if agree else 0)
+    assert set(sizes) == ({small, large} if agree else {small})
 
 
 @pytest.mark.parametrize("kind", INT8)
@@ -119,7 +144,7 @@ def test_weights_out_of_range_stay_float32(kind, value):
     """65504 is the largest half-precision number; fbgemm would clip beyond it without a word."""
     weight = torch.randn(8, 8)
     weight[3, 4] = value
-    assert isinstance(packed(kind, weight, None), RowPaddedLinear)
+    assert isinstance(packed(kind, weight, None), TiledLinear)
 
 
 class Tied(nn.Module):
@@ -136,7 +161,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "cls", "tolerance"),
-    [("none", RowPaddedLinear, 1e-4), ("fp16", Fp16Linear, 2e-2), ("int8", Int8Linear, 0.6)],
+    [("none", TiledLinear, 1e-4), ("fp16", Fp16Linear, 2e-2), ("int8", Int8Linear, 0.6)],
 )
 def test_every_linear_layer_is_packed_and_a_tied_embedding_lives_on(kind, cls, tolerance):
     """GPT-2's transposed layers too; the head's packing must not touch the embedding that shares its weight."""
