@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 TILE_ROWS = 16
-"""Rows of a float32 product, always: with other numbers a row's last bits were seen to change, and for some rows only."""
+"""Rows of a float32 product: with other numbers the last bits were seen to change, and in some rows only."""
 
 LARGE_TILE_ROWS = 64
 """Rows of a float32 product of many rows, on processors where it was seen to give the same bits."""
@@ -61,9 +61,13 @@ class TiledLinear(PackedLinear):
         if rest := rows - whole:
             tile = TILE_ROWS if rest <= large // 2 else large
             tiles += functional.pad(flat[whole:], (0, 0, 0, -rest % tile)).split(tile)
-        products = [functional.linear(tile, self.weight, self.bias) for tile in tiles]
-        y = products[0] if len(products) == 1 else torch.cat(products) if products else flat.new_empty(0, len(self.weight))
+        y = _joined([functional.linear(tile, self.weight, self.bias) for tile in tiles or [flat]])
         return y[:rows].view(*x.shape[:-1], self.out_features)
+
+
+def _joined(products: list[torch.Tensor]) -> torch.Tensor:
+    """Return them one below the other; copying the only one would cost time."""
+    return products[0] if len(products) == 1 else torch.cat(products)
 
 
 _LARGE_TILES_AGREE: dict[torch.Size, bool] = {}
